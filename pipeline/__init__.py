@@ -1,0 +1,113 @@
+"""foldtrain: training as a fold.
+
+An immutable record passes through pure transforms; monitors are stateless reducers over the events.
+Names are handed out lazily, so that `import pipeline.monitors` imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipeline import errors, events, monitors, schedules, sinks, testing
+    from pipeline.combinators import branch, every, repeat, tap, when
+    from pipeline.evaluation import Evaluation, EveryEpoch, EveryUpdates
+    from pipeline.loop import Run, apply, fold, init, run_of, scan
+    from pipeline.monitor import replay
+    from pipeline.optim import Group, Optimizer
+    from pipeline.records import Frame, Loss, LossScale, Progress, TrainState, Window
+    from pipeline.tensors import Tensors
+    from pipeline.transform import Transform, chain, named
+    from pipeline.transforms import (
+        Accumulate,
+        ClipByGlobalNorm,
+        EmitEvents,
+        Forward,
+        MaybeStep,
+        ScaledBackward,
+        supervised,
+    )
+    from pipeline.until import Epochs, MicroBatches, Seconds, Tokens, Updates
+
+__all__ = [
+    "Accumulate",
+    "ClipByGlobalNorm",
+    "EmitEvents",
+    "Epochs",
+    "Evaluation",
+    "EveryEpoch",
+    "EveryUpdates",
+    "Forward",
+    "Frame",
+    "Group",
+    "Loss",
+    "LossScale",
+    "MaybeStep",
+    "MicroBatches",
+    "Optimizer",
+    "Progress",
+    "Run",
+    "ScaledBackward",
+    "Seconds",
+    "Tensors",
+    "Tokens",
+    "TrainState",
+    "Transform",
+    "Updates",
+    "Window",
+    "apply",
+    "branch",
+    "chain",
+    "errors",
+    "events",
+    "every",
+    "fold",
+    "init",
+    "monitors",
+    "named",
+    "repeat",
+    "replay",
+    "run_of",
+    "scan",
+    "schedules",
+    "sinks",
+    "supervised",
+    "tap",
+    "testing",
+    "when",
+]
+
+_HOMES = {
+    "combinators": ("branch", "every", "repeat", "tap", "when"),
+    "evaluation": ("Evaluation", "EveryEpoch", "EveryUpdates"),
+    "loop": ("Run", "apply", "fold", "init", "run_of", "scan"),
+    "monitor": ("replay",),
+    "optim": ("Group", "Optimizer"),
+    "records": ("Frame", "Loss", "LossScale", "Progress", "TrainState", "Window"),
+    "tensors": ("Tensors",),
+    "transform": ("Transform", "chain", "named"),
+    "transforms": (
+        "Accumulate",
+        "ClipByGlobalNorm",
+        "EmitEvents",
+        "Forward",
+        "MaybeStep",
+        "ScaledBackward",
+        "supervised",
+    ),
+    "until": ("Epochs", "MicroBatches", "Seconds", "Tokens", "Updates"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME_OF:
+        return getattr(importlib.import_module(f"pipeline.{_HOME_OF[name]}"), name)
+    if name in __all__:
+        return importlib.import_module(f"pipeline.{name}")
+    raise AttributeError(f"module 'pipeline' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

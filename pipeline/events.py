@@ -1,0 +1,122 @@
+"""What happens in a run, as immutable records. This module knows no torch: events travel.
+
+Counts are those after what the event tells of: `micro_step` micro-batches processed, `update` updates applied,
+`epoch` epochs finished. `time` is the clock's reading in seconds when the pass began. Measured values are floats
+once published; inside a step, and from `scan`, they may be 0-d tensors without a graph, which `float()` reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, SupportsFloat
+
+import attrs
+
+__all__ = [
+    "BatchSkipped",
+    "EpochEnded",
+    "EpochStarted",
+    "EvalDone",
+    "Event",
+    "MicroBatchDone",
+    "RunEnded",
+    "RunStarted",
+    "UpdateDone",
+    "UpdateSkipped",
+]
+
+_NOTHING: Mapping[str, Any] = {}
+
+
+@attrs.frozen(kw_only=True)
+class Event:
+    """What every event carries: where in the run, and when."""
+
+    micro_step: int
+    update: int
+    epoch: int
+    time: float
+
+
+@attrs.frozen(kw_only=True)
+class RunStarted(Event):
+    """Before the first batch. `until` says when the run will end; `total_updates` where that is known."""
+
+    until: str
+    total_updates: int | None = None
+
+
+@attrs.frozen(kw_only=True)
+class EpochStarted(Event):
+    """Before a pass over the stream."""
+
+
+@attrs.frozen(kw_only=True)
+class BatchSkipped(Event):
+    """The stream gave None in place of a batch: it takes no place in the window."""
+
+
+@attrs.frozen(kw_only=True)
+class MicroBatchDone(Event):
+    """One micro-batch went through. `loss` is its mean over `weight` items, never scaled or divided."""
+
+    loss: SupportsFloat
+    weight: SupportsFloat
+    samples: int
+
+
+@attrs.frozen(kw_only=True)
+class UpdateDone(Event):
+    """The parameters changed, from the `micro_batches` of one window.
+
+    `loss` is the window's mean over its `weight` items;
+    `rates` are the learning rates used, by group; `grad_norm` is the global norm of the mean gradient before
+    clipping, and `clip_factor` what clipping multiplied it by (1 where nothing clipped); `samples` and `tokens` count
+    from the start of training; `measures` are means over the window; `facts` is what the transforms measured besides.
+    """
+
+    loss: SupportsFloat
+    weight: SupportsFloat
+    micro_batches: int
+    rates: Mapping[str, float]
+    grad_norm: SupportsFloat
+    clip_factor: SupportsFloat = 1.0
+    samples: int = 0
+    tokens: int = 0
+    measures: Mapping[str, SupportsFloat] = _NOTHING
+    facts: Mapping[str, SupportsFloat] = _NOTHING
+
+
+@attrs.frozen(kw_only=True)
+class UpdateSkipped(Event):
+    """A window ended without an update, and `reason` says why; `skipped` such windows so far."""
+
+    reason: str
+    skipped: int
+    loss: SupportsFloat
+    grad_norm: SupportsFloat
+    micro_batches: int
+
+
+@attrs.frozen(kw_only=True)
+class EvalDone(Event):
+    """An evaluation pass ended. `values` are means over its `weight` items, named `<name>_<measure>`: `val_loss`."""
+
+    name: str
+    values: Mapping[str, float]
+    weight: float
+    batches: int
+
+
+@attrs.frozen(kw_only=True)
+class EpochEnded(Event):
+    """A pass over the stream ended, its last window closed, after `batches` batches."""
+
+    batches: int
+
+
+@attrs.frozen(kw_only=True)
+class RunEnded(Event):
+    """The last event: why the run ended, all reasons kept."""
+
+    reasons: tuple[str, ...]

@@ -1,0 +1,265 @@
+"""`Optimizer`: any `torch.optim.Optimizer` class as a pure function of parameters, gradients, state and rate."""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from pipeline.errors import SettingError
+from pipeline.records import OptimizerState, Scalar, TrainState
+from pipeline.tensors import Lease, Tensors
+
+__all__ = ["Group", "Optimizer", "Rate"]
+
+Rate = float | Callable[[int], float]
+"""A learning rate, or a schedule: a function of the update count, from 0."""
+
+_FUSED_ON = frozenset({"cpu", "cuda", "xpu", "mps"})
+_DEFAULT = "default"
+
+
+def _check_rate(setting: str, lr: object) -> None:
+    if callable(lr):
+        return
+    if not isinstance(lr, (int, float)) or not 0 <= lr < math.inf:
+        raise SettingError(setting, "a number, 0 or more and finite, or a schedule", lr)
+
+
+@attrs.frozen(init=False)
+class Group:
+    """Parameters with settings of their own: `Group("*.bias", weight_decay=0.0)`.
+
+    Args: match: a pattern on the parameter's name as in `fnmatch`, or `f(name, tensor) -> bool`; lr: a rate or schedule
+          in place of the optimizer's; name: what events call the group, the pattern by default; settings: as for the
+          optimizer's class.
+    """
+
+    match: str | Callable[[str, Tensor], bool]
+    name: str
+    lr: Rate | None
+    settings: Mapping[str, Any]
+
+    def __init__(
+        self,
+        match: str | Callable[[str, Tensor], bool],
+        *,
+        lr: Rate | None = None,
+        name: str | None = None,
+        **settings: Any,
+    ) -> None:
+        if lr is not None:
+            _check_rate("Group.lr", lr)
+        label = name or (match if isinstance(match, str) else getattr(match, "__name__", "group"))
+        self.__attrs_init__(match, label, lr, settings)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def matches(self, name: str, tensor: Tensor) -> bool:
+        """Whether the parameter belongs to this group."""
+        return fnmatch.fnmatchcase(name, self.match) if isinstance(self.match, str) else self.match(name, tensor)
+
+
+@attrs.frozen(init=False, repr=False)
+class Optimizer:
+    """A `torch.optim.Optimizer` class with its settings, used as a pure function; it holds no state of its own.
+
+    `Optimizer(torch.optim.AdamW, lr=1e-3, weight_decay=0.01)`. State is kept by parameter name in
+    `state.optimizer`. Gradients are multiplied by the update factor (normalisation, unscaling, clipping) on the way:
+    inside the kernel where the optimizer is fused, which rounds once differently, and in place otherwise.
+
+    Args:   cls: the class, torch's own or a third party's; lr: a rate, or a schedule of the update count; groups: each
+            parameter belongs to the first `Group` that matches it, the rest to the group "default"; settings: what
+            the class takes. `fused=True` is chosen for you where the class and the parameters allow it; say
+            `fused=False` or `foreach=True` to have it otherwise.
+    Raises: SettingError, when built, for a class that is no optimizer or needs a closure (LBFGS), or a setting that
+            the class does not take; when used, for a group that no parameter belongs to.
+    """
+
+    cls: type[torch.optim.Optimizer]
+    lr: Rate
+    groups: tuple[Group, ...]
+    settings: Mapping[str, Any]
+
+    def __init__(
+        self, cls: type[torch.optim.Optimizer], lr: Rate, *, groups: Iterable[Group] = (), **settings: Any
+    ) -> None:
+        if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise SettingError("Optimizer.cls", "a subclass of torch.optim.Optimizer", cls)
+        _check_rate("Optimizer.lr", lr)
+        closure = inspect.signature(cls.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            cure = "It calls the loss several times an update; use an optimizer that takes the gradients as they are."
+            raise SettingError("Optimizer.cls", "one whose step() needs no closure", cls.__name__, cure)
+        taken = inspect.signature(cls).parameters
+        if isinstance(groups, (set, frozenset)):
+            raise SettingError("Optimizer.groups", "in a fixed order (a list)", groups)
+        groups = tuple(groups)
+        if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values()):
+            for name in (*settings, *(key for group in groups for key in group.settings)):
+                if name not in taken or name in ("params", "lr"):
+                    known = ", ".join(key for key in taken if key not in ("params", "lr"))
+                    raise SettingError(
+                        f"Optimizer setting {name!r}", f"one that {cls.__name__} takes", name, known + "."
+                    )
+        self.__attrs_init__(cls, lr, groups, settings)  # pyright: ignore[reportAttributeAccessIssue]
+
+    # -- the schedule -------------------------------------------------------------------------------------------
+
+    def rates(self, count: int) -> dict[str, float]:
+        """The learning rate of each group in update number `count`, from 0; "default" is the rest."""
+        rates = {g.name: _rate(self.lr if g.lr is None else g.lr, count) for g in self.groups}
+        return {_DEFAULT: _rate(self.lr, count), **rates}
+
+    # -- as a pure function -------------------------------------------------------------------------------------
+
+    def init(self, state: TrainState) -> TrainState:
+        """Check the groups against the parameters; the state itself comes with the first update."""
+        members = self._members(state.params)
+        for group, names in zip(self.groups, members[1:], strict=True):
+            if not names:
+                known = ", ".join(list(state.params)[:8])
+                raise SettingError(f"Group {group.name!r}", "one that some parameter matches", group.match, known + ".")
+        return state
+
+    def update(
+        self, params: Tensors, grads: Tensors, state: OptimizerState, *, count: int, factor: Scalar
+    ) -> tuple[Tensors, OptimizerState]:
+        """Parameters and optimizer state after one update with gradients `grads` × `factor`.
+
+        In place where the records own their buffers, in copies where they do not; the same bits. Parameters without an
+        entry in `grads` are left as they are, their state too.
+        """
+        keep = params.is_owned
+        params, grads = params.writable(count), grads.writable(count)
+        live = state.live if keep and state.is_owned and isinstance(state.live, _Running) else None
+        if live is not None and not live.runs(params):
+            live = None
+        if live is None:
+            live = _Running(self, params, state if keep and state.is_owned else state.copy())
+            generation = 0
+        else:
+            generation = live.lease.renew(state.generation, count)
+        live.step(params, grads, self.rates(count), factor)
+        return params, OptimizerState(live=live, generation=generation, is_owned=keep)
+
+    def _members(self, params: Tensors) -> list[list[str]]:
+        """Parameter names by group: the default first, then each of `groups`."""
+        members: list[list[str]] = [[] for _ in range(len(self.groups) + 1)]
+        for name, tensor in params.items():
+            place = next((i for i, g in enumerate(self.groups, 1) if g.matches(name, tensor)), 0)
+            members[place].append(name)
+        return members
+
+    def build(self, params: Tensors) -> tuple[torch.optim.Optimizer, list[str]]:
+        """The torch optimizer over these very tensors, and the parameters' names in its order."""
+        members = self._members(params)
+        settings = dict(self.settings)
+        taken = inspect.signature(self.cls).parameters
+        if "fused" in taken and not {"fused", "foreach", "differentiable", "capturable"} & settings.keys():
+            dense = all(p.is_floating_point() and p.device.type in _FUSED_ON for p in params.flat)
+            settings["fused"] = True if dense and len(params) else None
+        groups: list[dict[str, Any]] = [{"params": [params[n] for n in members[0]], "name": _DEFAULT}]
+        for group, names in zip(self.groups, members[1:], strict=True):
+            groups.append({"params": [params[n] for n in names], "name": group.name, **group.settings})
+        rates = self.rates(0)
+        for group in groups:
+            group["lr"] = rates[group["name"]]
+        optimizer = self.cls([g for g in groups if g["params"]], lr=rates[_DEFAULT], **settings)  # type: ignore[call-arg]
+        return optimizer, [name for names in members for name in names]
+
+    def __repr__(self) -> str:
+        parts = [self.cls.__name__, f"lr={self.lr!r}"]
+        parts += [f"groups={list(self.groups)!r}"] if self.groups else []
+        parts += [f"{key}={value!r}" for key, value in self.settings.items()]
+        return f"Optimizer({', '.join(parts)})"
+
+
+def _rate(lr: Rate, count: int) -> float:
+    return lr(count) if callable(lr) else lr
+
+
+class _Running:
+    """A torch optimizer over the parameters of one lineage of states; the newest of them alone may step it."""
+
+    def __init__(self, rule: Optimizer, params: Tensors, state: OptimizerState) -> None:
+        self.lease = Lease()
+        self.params = params.flat
+        self.optimizer, self.names = rule.build(params)
+        self._order: list[Tensor] = [params[name] for name in self.names]
+        self._can_scale = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False)) and all(
+            group.get("fused") for group in self.optimizer.param_groups
+        )
+        self._found_inf = self.params[0].new_zeros((), dtype=torch.float32) if self.params else None
+        self._put(state)
+
+    def runs(self, params: Tensors) -> bool:
+        """Whether this optimizer steps these very tensors."""
+        return len(params) == len(self.params) and all(a is b for a, b in zip(params.flat, self.params, strict=True))
+
+    def _put(self, state: OptimizerState) -> None:
+        by_name = dict(zip(self.names, self._order, strict=True))
+        groups = {f"group {g['name']}": g for g in self.optimizer.param_groups}
+        for key, value in (*state.tensors.items(), *state.numbers.items()):
+            owner, _, entry = key.rpartition("/")
+            if owner in by_name:
+                self.optimizer.state[by_name[owner]][entry] = value
+            elif owner in groups:
+                groups[owner][entry] = value
+
+    def step(self, params: Tensors, grads: Tensors, rates: Mapping[str, float], factor: Scalar) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rates[group["name"]]
+        index = grads.index
+        flat = grads.flat
+        for name, param in zip(params.index, params.flat, strict=True):
+            place = index.get(name)
+            grad = None if place is None else flat[place]
+            param.grad = grad if grad is None or grad.dtype == param.dtype else None
+        low = [n for n in index if flat[index[n]].dtype != params[n].dtype]
+        self._scale(flat, factor, bool(low))
+        for name in low:  # sums are wider than the parameter: normalised first, rounded once
+            params[name].grad = grads[name].to(params[name].dtype)
+        self.optimizer.step()
+        for param in params.flat:
+            param.grad = None
+
+    def _scale(self, grads: Sequence[Tensor], factor: Scalar, now: bool) -> None:
+        """Multiply the gradients by `factor`: inside the optimizer's kernel where it can, else in place."""
+        exact = isinstance(factor, float) and factor == 1.0
+        if self._can_scale:
+            inside: Any = self.optimizer
+            rides = not exact and not now
+            device = grads[0].device
+            scale = factor.reciprocal() if isinstance(factor, Tensor) else 1.0 / factor if rides else 1.0
+            inside.grad_scale = torch.as_tensor(scale, dtype=torch.float32, device=device) if rides else None
+            inside.found_inf = self._found_inf if rides else None
+            if rides or exact:
+                return
+        if not exact:
+            torch._foreach_mul_(list(grads), factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage, reportArgumentType]
+
+    def _entries(self) -> Iterable[tuple[str, Any]]:
+        for name, param in zip(self.names, self._order, strict=True):
+            for key, value in self.optimizer.state.get(param, {}).items():
+                yield f"{name}/{key}", value
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The optimizer's state that is tensors, by `parameter/key`, and the groups' by `group name/key`."""
+        groups = ((f"group {g['name']}/{k}", v) for g in self.optimizer.param_groups for k, v in g.items())
+        return {k: v for k, v in (*self._entries(), *groups) if isinstance(v, Tensor)}
+
+    def numbers(self) -> dict[str, Any]:
+        """The rest of the optimizer's state, and the counters that some optimizers keep in their groups."""
+        kept = {key: value for key, value in self._entries() if value is not None and not isinstance(value, Tensor)}
+        defaults = self.optimizer.defaults
+        for group in self.optimizer.param_groups:
+            for key, value in group.items():
+                moved = key not in ("params", "lr", "name") and (key not in defaults or value != defaults[key])
+                if moved and isinstance(value, (int, float, bool)):
+                    kept[f"group {group['name']}/{key}"] = value
+        return kept

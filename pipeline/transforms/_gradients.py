@@ -1,0 +1,63 @@
+"""What to differentiate, by which parameters, and how the sums are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from pipeline.errors import MissingFieldError, NoGraphError
+from pipeline.records import Frame, Scalar
+from pipeline.tensors import Tensors
+
+WIDE = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex128})
+"""The dtypes in which sums may be kept."""
+
+
+def counts_for_nothing(weight: Scalar) -> bool:
+    """Whether a micro-batch of this weight is known, on the host, to add nothing."""
+    return not isinstance(weight, Tensor) and weight == 0
+
+
+def trainable(params: Tensors) -> tuple[list[str], list[Tensor]]:
+    """Names and tensors of the parameters that require a gradient now."""
+    pairs = [(name, p) for name, p in zip(params.index, params.flat, strict=True) if p.requires_grad]
+    return [name for name, _ in pairs], [p for _, p in pairs]
+
+
+def root_of(frame: Frame) -> tuple[Tensor, Tensor | None]:
+    """What to differentiate, and the gradient to start from: None for 1.
+
+    The start is the weight relative to the window's first micro-batch × the loss scale: a factor on the loss, without
+    the multiplication.
+    """
+    loss, state = frame.loss, frame.state
+    if loss is None:
+        raise MissingFieldError("ScaledBackward", "loss", "put it after Forward")
+    if not loss.requires_grad:
+        if not len(state.params):
+            raise NoGraphError("the model has no parameters")
+        frozen = not any(p.requires_grad for p in state.params.flat)
+        raise NoGraphError("every parameter is frozen" if frozen else "the loss has no graph")
+    start = state.window.relative(frame.weight)
+    if state.loss_scale is not None:
+        start = start * state.loss_scale.scale
+    if isinstance(start, Tensor):
+        return loss, start.to(loss.dtype)
+    return loss, None if start == 1.0 else loss.new_tensor(start)
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def add_grads(sums: Tensors, grads: Tensors, order: Mapping[str, int], update: int) -> Tensors:
+    """`sums` + `grads`, in float32 or wider; in place where `sums` owns its buffers. In the order of `order`."""
+    if not sums:
+        fresh = {n: g.detach().to(_sum_dtype(g.dtype), copy=True) for n, g in grads.items()}
+        return Tensors(fresh)
+    old, new = dict(sums.writable(update)), {n: g.detach() for n, g in grads.items()}
+    for name, grad in new.items():
+        old[name] = old[name].add_(grad) if name in old else grad.to(_sum_dtype(grad.dtype), copy=True)
+    return Tensors({name: old[name] for name in sorted(old, key=lambda n: order.get(n, len(order)))})

@@ -1,0 +1,88 @@
+"""`EmitEvents`: what happened in this pass, as events."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from pipeline.events import Event, MicroBatchDone, UpdateDone, UpdateSkipped
+from pipeline.records import Frame, Scalar, Window
+
+__all__ = ["EmitEvents"]
+
+_TYPED = frozenset({"grad_norm", "clip_factor"})
+
+
+def _mean(total: Scalar, weight: Scalar) -> Scalar:
+    if isinstance(weight, (int, float)):
+        return total if weight == 1.0 else float("nan") if weight == 0 else total / weight
+    return total / weight
+
+
+def _total_weight(window: Window) -> Scalar:
+    reference = window.reference
+    return 0.0 if reference is None else window.weight * reference
+
+
+@attrs.frozen
+class EmitEvents:
+    """Say what happened: an `UpdateDone` or `UpdateSkipped` for each window that ended.
+
+    Reads:    `applied`, `closed`, `rates`, `facts`, `progress`.
+    Writes:   `events`. Measured values in them are 0-d tensors without a graph, still on their device.
+    Edges:    a window's loss is its weighted mean, whatever the loss scale or the window's size; NaN for no weight.
+    Args:     micro_batches: also a `MicroBatchDone` for each micro-batch.
+    """
+
+    micro_batches: bool = False
+
+    reads = frozenset({"applied", "closed"})
+    writes = frozenset({"events"})
+
+    def __call__(self, frame: Frame) -> Frame:
+        if frame.applied is None and not self.micro_batches:
+            return frame
+        progress = frame.state.progress
+        at: Mapping[str, Any] = {
+            "micro_step": progress.micro_steps,
+            "update": progress.updates,
+            "epoch": progress.epoch,
+            "time": frame.time,
+        }
+        events: list[Event] = [*frame.events]
+        if self.micro_batches and frame.loss is not None:
+            loss = frame.loss.detach()
+            events.append(MicroBatchDone(**at, loss=loss, weight=frame.weight, samples=frame.samples))
+        if frame.applied is not None and frame.closed is not None:
+            events.append(self._of_window(frame, frame.closed, at))
+        return frame.having(events=tuple(events))
+
+    def _of_window(self, frame: Frame, window: Window, at: Mapping[str, Any]) -> Event:
+        facts, progress = frame.facts, frame.state.progress
+        loss = _mean(window.loss, window.weight)
+        if not frame.applied:
+            weightless = not isinstance(window.weight, (int, float)) or window.weight > 0
+            return UpdateSkipped(
+                **at,
+                reason="non-finite gradients" if weightless else "no items counted",
+                skipped=progress.skipped,
+                loss=loss,
+                grad_norm=facts["grad_norm"],
+                micro_batches=window.micro_batches,
+            )
+        more = {name: value for name, value in facts.items() if name not in _TYPED} if len(facts) > 2 else {}
+        return UpdateDone(
+            **at,
+            loss=loss,
+            weight=_total_weight(window),
+            micro_batches=window.micro_batches,
+            rates=frame.rates,
+            grad_norm=facts["grad_norm"],
+            clip_factor=facts.get("clip_factor", 1.0),
+            samples=progress.samples,
+            tokens=progress.tokens,
+            measures={name: _mean(total, weight) for name, (total, weight) in window.measures.items()},
+            facts=more,
+        )

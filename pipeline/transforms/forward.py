@@ -1,0 +1,225 @@
+"""`Forward`: the batch through the model to a loss; and `supervised`, the loss of the common case."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pipeline.binding import tied_names
+from pipeline.errors import DeviceError, LossError, SettingError, StateMismatchError
+from pipeline.records import Frame, Loss, Scalar
+from pipeline.tensors import Tensors
+
+__all__ = ["Forward", "supervised"]
+
+LossFunction = Callable[[Any, Any], Any]
+
+
+class _LossOfModel(nn.Module):
+    """`loss(model, batch)` as a module, so that `functional_call` can put other parameters under the whole of it."""
+
+    def __init__(self, model: nn.Module, loss: LossFunction) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+
+    def forward(self, batch: Any) -> Any:
+        return self.loss(self.model, batch)
+
+
+def _buffer_places(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Where each of `model.named_buffers()` hangs: a module may put another tensor there in its forward."""
+    places: list[tuple[dict[str, Any], str]] = []
+    for name, _ in model.named_buffers():
+        owner, _, key = name.rpartition(".")
+        places.append((model.get_submodule(owner)._buffers, key))  # pyright: ignore[reportPrivateUsage]
+    return places
+
+
+@attrs.frozen
+class Forward:
+    """Run the loss function on the batch with the state's parameters.
+
+    Reads:    `params`, `buffers`, `batch`.
+    Writes:   `loss`, 0-d mean; `weight`, the count of items in it; `measures`, name -> (sum, weight); `samples`,
+              `tokens`, counts; `output`, if the loss function gave one; `buffers`, as the forward leaves them
+              (BatchNorm statistics).
+    Edges:    `samples`, where the loss gives none, is the first dimension of the first tensor in the batch that
+              has one. The module's mode (train, eval) is the caller's and is left alone.
+    Args:     model: the module; loss: `loss(model, batch)` that returns a 0-d mean, `Loss.mean(…)` or `Loss.sum(…)`.
+              While it runs, `model` holds the frame's parameters, whether they are its own or not. `batch` may be any
+              container.
+    Raises:   LossError for another shape; DeviceError; StateMismatchError for the state of another model.
+    """
+
+    model: nn.Module = attrs.field(repr=lambda m: type(m).__name__)
+    loss: LossFunction = attrs.field(repr=lambda f: getattr(f, "__qualname__", None) or repr(f))
+    _whole: _LossOfModel = attrs.field(init=False, eq=False, repr=False)
+    _buffers: list[tuple[dict[str, Any], str]] = attrs.field(init=False, eq=False, repr=False)
+
+    reads = frozenset({"params", "buffers", "batch"})
+    writes = frozenset({"loss", "weight", "measures", "samples", "output", "buffers"})
+
+    def __attrs_post_init__(self) -> None:
+        if not isinstance(self.model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise SettingError("Forward.model", "a torch.nn.Module", self.model)
+        if not callable(self.loss):
+            raise SettingError("Forward.loss", "a function loss(model, batch)", self.loss)
+        object.__setattr__(self, "_whole", _LossOfModel(self.model, self.loss))
+        object.__setattr__(self, "_buffers", _buffer_places(self.model))
+
+    def __call__(self, frame: Frame) -> Frame:
+        state = frame.state
+        try:
+            result, buffers = self._direct(frame) if self._is_bound(frame) else self._functional(frame)
+            loss = result if isinstance(result, Loss) else self._plain(result)
+            self._check(loss, frame)
+        except RuntimeError as error:
+            self._diagnose(frame, error)
+            raise
+        if buffers is not state.buffers:
+            state = attrs.evolve(state, buffers=buffers)
+        return frame.having(
+            state=state,
+            loss=loss.value,
+            weight=loss.weight,
+            measures=loss.measures,
+            samples=_samples_in(frame.batch) if loss.samples is None else loss.samples,
+            tokens=loss.tokens,
+            output=loss.output,
+        )
+
+    def _direct(self, frame: Frame) -> tuple[Any, Tensors]:
+        """The module itself, which holds the state's very tensors."""
+        buffers = frame.state.buffers
+        if not self._buffers:
+            return self.loss(self.model, frame.batch), buffers
+        if buffers.is_owned:
+            buffers = buffers.owned(frame.began.updates)
+        result = self.loss(self.model, frame.batch)
+        now = tuple(owner[key] for owner, key in self._buffers)
+        if any(a is not b for a, b in zip(now, buffers.flat, strict=True)):
+            buffers = buffers.rebound(now)
+        return result, buffers
+
+    def _functional(self, frame: Frame) -> tuple[Any, Tensors]:
+        """The module with the state's tensors put under it for the length of the call."""
+        state = frame.state
+        self._check_names(state.params, state.buffers)
+        buffers = state.buffers.writable(frame.began.updates) if self._buffers else state.buffers
+        under = {f"model.{name}": t for name, t in (*state.params.items(), *buffers.items())}
+        result = torch.func.functional_call(self._whole, under, (frame.batch,))
+        if self._buffers:
+            now = tuple(under[f"model.{name}"] for name in buffers)
+            if any(a is not b for a, b in zip(now, buffers.flat, strict=True)):
+                buffers = buffers.replace(now)
+        return result, buffers
+
+    def _is_bound(self, frame: Frame) -> bool:
+        """Whether the module itself may be called: it holds these very tensors, and may write to its buffers."""
+        params, buffers = frame.state.params, frame.state.buffers
+        if not params.lease.holds(self.model) or (buffers and not buffers.lease.holds(self.model)):
+            return False
+        if params.is_owned and (buffers.is_owned or not buffers):
+            return True
+        return not self._buffers or not any(m.training for m in self.model.modules())
+
+    def _plain(self, value: object) -> Loss:
+        if not isinstance(value, Tensor):
+            raise LossError(
+                "The loss", "a 0-d tensor, Loss.mean(…) or Loss.sum(…)", repr(value), "return one of these from loss()"
+            )
+        return Loss(value)
+
+    def _check(self, loss: Loss, frame: Frame) -> None:
+        value = loss.value
+        if value.ndim:
+            got = f"a tensor of shape {tuple(value.shape)}"
+            raise LossError(
+                "The loss", "0-d", got, "reduce it with `.mean()`, or `Loss.sum(x.sum(), weight=x.numel())`"
+            )
+        params = frame.state.params.flat
+        if params and value.device != params[0].device:
+            self._diagnose(frame, None)
+
+    def _check_names(self, params: Tensors, buffers: Tensors) -> None:
+        own = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        given = {**params, **buffers}
+        if given.keys() == own.keys() and all(given[n].shape == own[n].shape for n in own):
+            return
+        raise StateMismatchError(
+            type(self.model).__name__,
+            missing=[n for n in own if n not in given],
+            unexpected=[n for n in given if n not in own and n not in tied_names(self.model)],
+            differing=[n for n in own if n in given and given[n].shape != own[n].shape],
+        )
+
+    def _diagnose(self, frame: Frame, error: RuntimeError | None) -> None:
+        """Say so plainly when a failure comes of a batch on another device; looked for on failure alone."""
+        params = frame.state.params.flat
+        if not params or isinstance(error, DeviceError):
+            return
+        found = {str(t.device) for t in _tensors_in(frame.batch) if t.device != params[0].device}
+        if found:
+            raise DeviceError(sorted(found), str(params[0].device)) from error
+
+
+def _tensors_in(tree: Any) -> Iterator[Tensor]:
+    """Every tensor in a batch: containers that torch knows, attrs records and dataclasses."""
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif hasattr(leaf, "__attrs_attrs__") or hasattr(leaf, "__dataclass_fields__"):
+            names = getattr(leaf, "__dataclass_fields__", None) or [a.name for a in attrs.fields(type(leaf))]
+            for name in names:
+                yield from _tensors_in(getattr(leaf, name))
+
+
+def _samples_in(batch: Any) -> int:
+    """How many samples a batch holds: the first dimension of its first tensor that has one; 1 where there is none."""
+    first = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
+    if isinstance(first, Tensor) and first.ndim:
+        return first.shape[0]
+    return next((t.shape[0] for t in _tensors_in(batch) if t.ndim), 1)
+
+
+@attrs.frozen(repr=False)
+class _Supervised:
+    loss: Callable[[Any, Any], Tensor]
+    measures: Mapping[str, Callable[[Any, Any], Any]]
+    weight: Callable[[Any, Any], Scalar] | None
+
+    def __call__(self, model: Any, batch: Any) -> Loss:
+        inputs, targets = batch
+        output = model(inputs)
+        value = self.loss(output, targets)
+        weight = len(inputs) if self.weight is None else self.weight(output, targets)
+        if self.measures:
+            with torch.no_grad():
+                measures = {name: measure(output, targets) for name, measure in self.measures.items()}
+            return Loss.mean(value, weight, measures=measures, samples=len(inputs))
+        return Loss.mean(value, weight, samples=len(inputs))
+
+    def __repr__(self) -> str:
+        more = f", measures={sorted(self.measures)}" if self.measures else ""
+        return f"supervised({getattr(self.loss, '__name__', repr(self.loss))}{more})"
+
+
+def supervised(
+    loss: Callable[[Any, Any], Tensor],
+    *,
+    measures: Mapping[str, Callable[[Any, Any], Any]] | None = None,
+    weight: Callable[[Any, Any], Scalar] | None = None,
+) -> LossFunction:
+    """The loss function of batches `(inputs, targets)`: `loss(model(inputs), targets)`, a mean over the samples.
+
+    Args: loss: 0-d mean, such as `torch.nn.functional.cross_entropy`; measures: name -> `f(output, targets)`, a mean
+          over the samples or a pair (sum, weight), computed without a graph; weight: `f(output, targets)`, the number
+          of items that the mean is over, where that is not the number of samples (targets that are not ignored, say).
+    """
+    return _Supervised(loss, dict(measures or {}), weight)

@@ -1,0 +1,41 @@
+"""The one norm pass that unscaling, the finite check and clipping share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from pipeline.records import Frame
+
+__all__ = ["global_norm", "normalised_norm"]
+
+
+def global_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """The L2 norm over all elements of all tensors as if they were one, 0-d, on the first one's device.
+
+    As `torch.nn.utils.get_total_norm`: a norm each, then the norm of these. Without tensors, 0.
+    """
+    dense = [_dense(t) for t in tensors]
+    if not dense:
+        return torch.zeros(())
+    first = dense[0].device
+    norms = torch._foreach_norm(dense)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    if any(n.device != first for n in norms):
+        norms = tuple(n.to(first) for n in norms)
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """The values that count: a sparse gradient's duplicates are added up first."""
+    return tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor
+
+
+def normalised_norm(frame: Frame) -> Tensor:
+    """The global norm of the window's gradients after `update_factor`: measured before, or else now."""
+    known = frame.facts.get("grad_norm")
+    if isinstance(known, Tensor):
+        return known
+    norm, factor = global_norm(frame.state.window.grads.flat), frame.update_factor
+    return norm if isinstance(factor, float) and factor == 1.0 else norm * factor

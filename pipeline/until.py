@@ -1,0 +1,126 @@
+"""When a run ends: `Updates(n)`, `Epochs(n)`, `MicroBatches(n)`, `Tokens(n)`, `Seconds(n)`, joined with `|`."""
+
+from __future__ import annotations
+
+import math
+
+import attrs
+
+from pipeline.errors import SettingError
+from pipeline.records import Progress
+
+__all__ = ["AnyOf", "Epochs", "Limit", "MicroBatches", "Seconds", "Tokens", "Updates"]
+
+
+@attrs.frozen
+class Limit:
+    """An end for a run. Counts are from the start of training, so that a resumed run ends where it would have."""
+
+    def reasons(self, progress: Progress, seconds: float) -> tuple[str, ...]:
+        """Why the run ends now; empty while it goes on. `seconds` since the run started."""
+        raise NotImplementedError
+
+    def total_updates(self) -> int | None:
+        """The number of updates at which the run will end, where that is known."""
+        return None
+
+    def __or__(self, other: Limit) -> AnyOf:
+        """Whichever comes first."""
+        return AnyOf((*_parts(self), *_parts(other)))
+
+
+@attrs.frozen
+class _Count(Limit):
+    n: float
+
+    def __attrs_post_init__(self) -> None:
+        whole = not isinstance(self, Seconds)
+        if not 0 <= self.n < math.inf or (whole and self.n != int(self.n)):
+            expected = "a whole number, 0 or more" if whole else "0 or more and finite"
+            raise SettingError(f"{type(self).__name__}.n", expected, self.n)
+
+    def count(self, progress: Progress, seconds: float) -> float:
+        """What is counted."""
+        raise NotImplementedError
+
+    def reasons(self, progress: Progress, seconds: float) -> tuple[str, ...]:
+        """This limit as it was written, once it is reached."""
+        return (repr(self),) if self.count(progress, seconds) >= self.n else ()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.n})"
+
+
+@attrs.frozen(repr=False)
+class Updates(_Count):
+    """After n updates in all."""
+
+    def count(self, progress: Progress, seconds: float) -> float:
+        """Updates applied."""
+        return progress.updates
+
+    def total_updates(self) -> int | None:
+        """n itself."""
+        return int(self.n)
+
+
+@attrs.frozen(repr=False)
+class Epochs(_Count):
+    """After n passes over the stream in all."""
+
+    def count(self, progress: Progress, seconds: float) -> float:
+        """Epochs finished."""
+        return progress.epoch
+
+
+@attrs.frozen(repr=False)
+class MicroBatches(_Count):
+    """After n micro-batches in all; a window that is open then is closed first."""
+
+    def count(self, progress: Progress, seconds: float) -> float:
+        """Micro-batches processed."""
+        return progress.micro_steps
+
+
+@attrs.frozen(repr=False)
+class Tokens(_Count):
+    """After n tokens in all, counted where the loss function gives `tokens`."""
+
+    def count(self, progress: Progress, seconds: float) -> float:
+        """Tokens seen."""
+        return progress.tokens
+
+
+@attrs.frozen(repr=False)
+class Seconds(_Count):
+    """After n seconds of this run. Irreproducible: a faster machine does more updates, and the run's end says so."""
+
+    def count(self, progress: Progress, seconds: float) -> float:
+        """Seconds since the run started."""
+        return seconds
+
+    def reasons(self, progress: Progress, seconds: float) -> tuple[str, ...]:
+        """This limit, with the warning."""
+        return tuple(f"{reason} (by the clock: not reproducible)" for reason in super().reasons(progress, seconds))
+
+
+@attrs.frozen
+class AnyOf(Limit):
+    """Whichever of several limits comes first; written with `|`."""
+
+    limits: tuple[Limit, ...]
+
+    def reasons(self, progress: Progress, seconds: float) -> tuple[str, ...]:
+        """Those reached, all of them."""
+        return tuple(reason for limit in self.limits for reason in limit.reasons(progress, seconds))
+
+    def total_updates(self) -> int | None:
+        """The smallest known."""
+        return min((n for limit in self.limits if (n := limit.total_updates()) is not None), default=None)
+
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self.limits))
+
+
+def _parts(limit: Limit) -> tuple[Limit, ...]:
+    return limit.limits if isinstance(limit, AnyOf) else (limit,)

@@ -183,15 +183,16 @@ def _drive(
     generators = randomness.default_generators(state)
     rng, started = state.rng, clock()
 
-    def reasons() -> tuple[str, ...]:
-        return (*limit.reasons(state.progress, clock() - started), *stops)
+    def reasons(now: float) -> tuple[str, ...]:
+        reached = limit.reasons(state.progress, now - started)
+        return (*reached, *stops) if stops else reached
 
     def evaluate(*, updated: bool, epoch_ended: bool) -> tuple[Event, ...]:
         due = [e for e in evaluations if e.when.due(state.progress, updated=updated, epoch_ended=epoch_ended)]
         return tuple(e.run(state, time=clock()) for e in due)
 
     yield state, (RunStarted(**_at(state.progress, started), until=repr(limit), total_updates=limit.total_updates()),)
-    ended = reasons()
+    ended = reasons(started)
     while not ended:
         randomness.seed(generators, rng.key(state.progress.epoch, _STREAM))
         yield state, (EpochStarted(**_at(state.progress, clock())),)
@@ -204,13 +205,13 @@ def _drive(
             else:
                 progress = state.progress
                 randomness.seed(generators, rng.key(progress.micro_steps))
-                frame = step(Frame(state, batch, now))
+                frame = step(Frame.begin(state, batch, now))
                 state, events = frame.state, frame.events
                 del frame, batch  # nothing of this micro-batch stays alive while the next one is read
                 if evaluations and state.progress.updates != progress.updates:
                     events = (*events, *evaluate(updated=True, epoch_ended=False))
                 yield state, events
-            ended = reasons()
+            ended = reasons(now)
             if ended:
                 break
         events = ()
@@ -226,7 +227,7 @@ def _drive(
             events = (*events, EpochEnded(**_at(state.progress, clock()), batches=batches))
         if events:
             yield state, events
-        ended = ended or reasons()
+        ended = ended or reasons(clock())
         if not ended and not batches:
             ended = ("the stream gave no batches",)
         elif not ended and isinstance(stream, Iterator):

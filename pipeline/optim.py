@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -127,9 +128,16 @@ class Optimizer:
         return state
 
     def update(
-        self, params: Tensors, grads: Tensors, state: OptimizerState, *, count: int, factor: Scalar
+        self,
+        params: Tensors,
+        grads: Tensors,
+        state: OptimizerState,
+        *,
+        rates: Mapping[str, float],
+        factor: Scalar,
+        count: int,
     ) -> tuple[Tensors, OptimizerState]:
-        """Parameters and optimizer state after one update with gradients `grads` × `factor`.
+        """Parameters and optimizer state after update number `count` with gradients `grads` × `factor` at these rates.
 
         In place where the records own their buffers, in copies where they do not; the same bits. Parameters without an
         entry in `grads` are left as they are, their state too.
@@ -144,7 +152,7 @@ class Optimizer:
             generation = 0
         else:
             generation = live.lease.renew(state.generation, count)
-        live.step(params, grads, self.rates(count), factor)
+        live.step(params, grads, rates, factor)
         return params, OptimizerState(live=live, generation=generation, is_owned=keep)
 
     def _members(self, params: Tensors) -> list[list[str]]:
@@ -183,6 +191,19 @@ def _rate(lr: Rate, count: int) -> float:
     return lr(count) if callable(lr) else lr
 
 
+def _bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+    """`optimizer.step` without the profiler's range around it, which costs as much as a small step itself.
+
+    Where the class has hooks of its own the whole of it is called.
+    """
+    step = type(optimizer).step
+    bare = getattr(step, "__wrapped__", None) if getattr(step, "hooked", False) else None
+    hooks: Any = optimizer
+    if bare is None or hooks._optimizer_step_pre_hooks or hooks._optimizer_step_post_hooks:
+        return optimizer.step
+    return functools.partial(bare, optimizer)
+
+
 class _Running:
     """A torch optimizer over the parameters of one lineage of states; the newest of them alone may step it."""
 
@@ -194,7 +215,7 @@ class _Running:
         self._can_scale = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False)) and all(
             group.get("fused") for group in self.optimizer.param_groups
         )
-        self._found_inf = self.params[0].new_zeros((), dtype=torch.float32) if self.params else None
+        self._step = _bare_step(self.optimizer)
         self._put(state)
 
     def runs(self, params: Tensors) -> bool:
@@ -224,7 +245,7 @@ class _Running:
         self._scale(flat, factor, bool(low))
         for name in low:  # sums are wider than the parameter: normalised first, rounded once
             params[name].grad = grads[name].to(params[name].dtype)
-        self.optimizer.step()
+        self._step()
         for param in params.flat:
             param.grad = None
 
@@ -237,7 +258,6 @@ class _Running:
             device = grads[0].device
             scale = factor.reciprocal() if isinstance(factor, Tensor) else 1.0 / factor if rides else 1.0
             inside.grad_scale = torch.as_tensor(scale, dtype=torch.float32, device=device) if rides else None
-            inside.found_inf = self._found_inf if rides else None
             if rides or exact:
                 return
         if not exact:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import attrs
@@ -30,38 +31,44 @@ def to_host(values: Sequence[Tensor]) -> list[float]:
 def settle(events: Sequence[Event]) -> list[Event]:
     """The same events with every 0-d tensor in them as a number."""
     found: list[Tensor] = []
-
-    def note(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            found.append(value)
-        return value
-
-    for event in events:
-        _map(event, note)
+    places: list[tuple[int, str, str | None]] = []
+    for i, event in enumerate(events):
+        for name in _measured(type(event)):
+            value = getattr(event, name)
+            if isinstance(value, Tensor):
+                found.append(value.detach() if value.requires_grad else value)
+                places.append((i, name, None))
+            elif isinstance(value, Mapping) and value:
+                entries: Mapping[str, Any] = value
+                for key, entry in entries.items():
+                    if isinstance(entry, Tensor):
+                        found.append(entry.detach())
+                        places.append((i, name, key))
     if not found:
         return list(events)
-    numbers = iter(to_host([value.detach() for value in found]))
-    return [_map(event, lambda value: next(numbers) if isinstance(value, Tensor) else value) for event in events]
+    changes: dict[int, dict[str, Any]] = {}
+    for (i, name, key), number in zip(places, to_host(found), strict=True):
+        changed = changes.setdefault(i, {})
+        if key is None:
+            changed[name] = number
+        else:
+            changed.setdefault(name, dict(getattr(events[i], name)))[key] = number
+    return [_with(event, changes[i]) if i in changes else event for i, event in enumerate(events)]
 
 
-def _map(event: Event, fn: Callable[[Any], Any]) -> Event:
-    """`event` with `fn` over its values, and over those of the mappings in it."""
-    changed: dict[str, Any] = {}
-    for name in _names(type(event)):
-        value = getattr(event, name)
-        if isinstance(value, Tensor):
-            changed[name] = fn(value)
-        elif isinstance(value, Mapping) and value:
-            items: Mapping[str, Any] = value
-            changed[name] = {key: fn(entry) for key, entry in items.items()}
-    return attrs.evolve(event, **changed) if changed else event
+def _with(event: Event, changed: dict[str, Any]) -> Event:
+    """`attrs.evolve`, which looks its class up anew at every call."""
+    cls = type(event)
+    return cls(**{name: changed[name] if name in changed else getattr(event, name) for name in _fields(cls)})
 
 
-_CACHE: dict[type[Event], tuple[str, ...]] = {}
+@lru_cache
+def _fields(cls: type[Event]) -> tuple[str, ...]:
+    return tuple(field.name for field in attrs.fields(cls))
 
 
-def _names(cls: type[Event]) -> tuple[str, ...]:
-    names = _CACHE.get(cls)
-    if names is None:
-        names = _CACHE[cls] = tuple(field.name for field in attrs.fields(cls))
-    return names
+@lru_cache
+def _measured(cls: type[Event]) -> tuple[str, ...]:
+    """The fields that may hold a measured value: all but those annotated as counts, names and times."""
+    plain = {"int", "int | None", "str", "bool", int, str, bool}
+    return tuple(f.name for f in attrs.fields(cls) if f.type not in plain and f.name != "time")

@@ -375,6 +375,14 @@ class Frame:
     facts: Mapping[str, Scalar] = _NOTHING
     events: tuple[Any, ...] = ()
 
+    @classmethod
+    def begin(cls, state: TrainState, batch: Any = None, time: float = 0.0) -> Frame:
+        """`Frame(state, batch, time)`, at a third of its cost."""
+        new = object.__new__(cls)
+        fields = {**_FRAME_DEFAULTS, "state": state, "batch": batch, "time": time, "began": state.progress}
+        object.__setattr__(new, "__dict__", fields)
+        return new
+
     def having(self, **changes: Any) -> Self:
         """The same frame with other values in some fields: `attrs.evolve`, at a third of its cost.
 
@@ -397,6 +405,7 @@ class Frame:
 
 
 _FRAME_FIELDS = frozenset(field.name for field in attrs.fields(Frame))
+_FRAME_DEFAULTS = {field.name: field.default for field in attrs.fields(Frame)}
 
 
 def _register(cls: type[Any]) -> None:

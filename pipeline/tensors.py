@@ -183,6 +183,15 @@ class Tensors(Mapping[str, Tensor]):
         """The same names over other tensors, in a record that shares nothing with this one but its ownership."""
         return Tensors._make(self._index, tuple(values), Lease(), 0, self._owned)
 
+    def present(self, values: Iterable[Tensor | None]) -> Tensors:
+        """Those of the names that have a value, in a record that shares nothing with this one but its ownership."""
+        values = tuple(values)
+        there = tuple(value for value in values if value is not None)
+        if len(there) == len(values):
+            return self.replace(there)
+        names = [name for name, value in zip(self._index, values, strict=True) if value is not None]
+        return Tensors._make({name: i for i, name in enumerate(names)}, there, Lease(), 0, self._owned)
+
     def rebound(self, values: Iterable[Tensor]) -> Tensors:
         """The same record over other tensors, under the same lease: for a module that put new ones in place."""
         return Tensors._make(self._index, tuple(values), self._lease, self._generation, self._owned)
@@ -200,6 +209,11 @@ class Tensors(Mapping[str, Tensor]):
         if not self._values:  # nothing to take, and the empty record is shared by all
             return Tensors._make(self._index, (), Lease(), 0, True)
         return Tensors._make(self._index, self._values, self._lease, self._lease.renew(self._generation, update), True)
+
+    def hand_on(self, update: int | None = None) -> None:
+        """Let the buffers go to a record that is made elsewhere: this one goes stale."""
+        if self._values:
+            self._lease.renew(self._generation, update)
 
     def borrowed(self) -> Tensors:
         """The same tensors in a record that transforms do not write to."""

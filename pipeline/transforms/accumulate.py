@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import attrs
@@ -11,7 +12,7 @@ from torch import Tensor
 from pipeline.errors import MissingFieldError, SettingError
 from pipeline.records import Frame, Progress, Scalar, TrainState, Window
 from pipeline.tensors import Tensors
-from pipeline.transforms._gradients import WIDE, add_grads, counts_for_nothing, root_of, trainable
+from pipeline.transforms._gradients import WIDE, add_grads, backward_into, counts_for_nothing, root_of
 from pipeline.transforms.backward import ScaledBackward
 
 __all__ = ["Accumulate"]
@@ -19,6 +20,20 @@ __all__ = ["Accumulate"]
 
 def _added(a: Scalar, b: Scalar) -> Scalar:
     return b if isinstance(a, float) and a == 0.0 else a + b
+
+
+def _times(value: Tensor, factor: Scalar) -> Tensor:
+    return value if isinstance(factor, float) and factor == 1.0 else value * factor
+
+
+def _added_measures(
+    sums: Mapping[str, tuple[Scalar, Scalar]], more: Mapping[str, tuple[Scalar, Scalar]]
+) -> Mapping[str, tuple[Scalar, Scalar]]:
+    added = dict(sums)
+    for name, (total, weight) in more.items():
+        before = sums.get(name, (0.0, 0.0))
+        added[name] = (_added(before[0], _detached(total)), _added(before[1], _detached(weight)))
+    return added
 
 
 @attrs.frozen
@@ -61,26 +76,20 @@ class Accumulate:
     def count(self, frame: Frame, sums: Tensors) -> Frame:
         """The frame with `sums` in its window, the micro-batch counted, and `ready` when the window is full."""
         state, window, weight = frame.state, frame.state.window, frame.weight
-        relative = window.relative(weight)
-        loss = window.loss
-        if frame.loss is not None and not counts_for_nothing(weight):
-            value = frame.loss.detach()
-            loss = _added(loss, value if isinstance(relative, float) and relative == 1.0 else value * relative)
-        reference = window.reference
-        if reference is None and not counts_for_nothing(weight):
-            reference = torch.where(weight > 0, weight, 1.0) if isinstance(weight, Tensor) else weight
-        measures = window.measures
-        if frame.measures:
-            zero = (0.0, 0.0)
-            before = {name: measures.get(name, zero) for name in {**measures, **frame.measures}}
-            measures = {
-                name: (
-                    _added(s, _detached(frame.measures.get(name, zero)[0])),
-                    _added(w, frame.measures.get(name, zero)[1]),
-                )
-                for name, (s, w) in before.items()
-            }
-        window = Window(sums, _added(window.weight, relative), reference, loss, measures, window.micro_batches + 1)
+        relative, reference, loss = window.relative(weight), window.reference, window.loss
+        if not counts_for_nothing(weight):
+            if reference is None:
+                reference = torch.where(weight > 0, weight, 1.0) if isinstance(weight, Tensor) else weight
+            if frame.loss is not None:
+                loss = _added(loss, _times(frame.loss.detach(), relative))
+        window = Window(
+            sums,
+            _added(window.weight, relative),
+            reference,
+            loss,
+            _added_measures(window.measures, frame.measures) if frame.measures else window.measures,
+            window.micro_batches + 1,
+        )
         p = state.progress
         progress = Progress(
             p.micro_steps + 1, p.updates, p.skipped, p.epoch, p.samples + frame.samples, p.tokens + frame.tokens
@@ -88,9 +97,8 @@ class Accumulate:
         state = TrainState(
             state.params, state.buffers, state.optimizer, window, state.loss_scale, progress, state.rng, state.slots
         )
-        if window.micro_batches < self.every:
-            return frame.having(state=state, grads=None)
-        return _closed(frame.having(state=state, grads=None))
+        frame = frame.having(state=state, grads=None)
+        return frame if window.micro_batches < self.every else _closed(frame)
 
     def finish(self, frame: Frame) -> Frame:
         """The pass at the end of the stream: flush, drop or carry the open window."""
@@ -137,23 +145,16 @@ class _AccumulatedBackward:
     def __call__(self, frame: Frame) -> Frame:
         state = frame.state
         params, sums = state.params, state.window.grads
-        names, tensors = trainable(params)
-        in_place = params.is_owned and (sums.is_owned or not sums) and all(p.dtype in WIDE for p in tensors)
+        tensors = [p for p in params.flat if p.requires_grad]
+        in_place = params.is_owned and (sums.is_owned or not sums) and {p.dtype for p in tensors} <= WIDE
         if not in_place:
             return self.accumulate(self.backward(frame))
         if counts_for_nothing(frame.weight):
             return self.accumulate.count(frame, sums)
         loss, start = root_of(frame)
-        before = dict(sums)
-        for name, param in zip(names, tensors, strict=True):
-            param.grad = before.get(name)
-        if sums:
-            sums.owned(frame.began.updates)  # from here on the window before this micro-batch is stale
-        torch.autograd.backward((loss,), None if start is None else (start,), inputs=tensors)
-        found = [(name, p.grad) for name, p in zip(names, tensors, strict=True) if p.grad is not None]
-        if len(found) == len(params.index):
-            grads = params.replace(grad for _, grad in found)
-        else:
-            before.update(found)
-            grads = Tensors((name, before[name]) for name in params.index if name in before).owned()
-        return self.accumulate.count(frame, grads)
+        before = sums.flat if sums.index is params.index else [sums.get(name) for name in params.index]
+        for param, grad in zip(params.flat, before or [None] * len(params), strict=True):
+            param.grad = grad
+        sums.hand_on(frame.began.updates)  # from here on the window before this micro-batch is stale
+        backward_into(loss, start, tensors)
+        return self.accumulate.count(frame, params.present(param.grad for param in params.flat))

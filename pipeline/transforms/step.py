@@ -28,9 +28,16 @@ class UpdateRule(Protocol):
         ...
 
     def update(
-        self, params: Tensors, grads: Tensors, state: OptimizerState, *, count: int, factor: Scalar
+        self,
+        params: Tensors,
+        grads: Tensors,
+        state: OptimizerState,
+        *,
+        rates: Mapping[str, float],
+        factor: Scalar,
+        count: int,
     ) -> tuple[Tensors, OptimizerState]:
-        """Parameters and optimizer state after one update with gradients `grads` × `factor`.
+        """Parameters and optimizer state after update number `count` with gradients `grads` × `factor` at these rates.
 
         In place where the records own their buffers. Parameters without an entry in `grads` are left as they are.
         """
@@ -78,8 +85,10 @@ class MaybeStep:
         rates = self.optimizer.rates(p.updates)
         applied = finite and counted
         if applied:
-            params, optimizer = self.optimizer.update(params, window.grads, optimizer, count=p.updates, factor=factor)
-        if params.is_owned:
+            params, optimizer = self.optimizer.update(
+                params, window.grads, optimizer, rates=rates, factor=factor, count=p.updates
+            )
+        elif params.is_owned:  # the sums are let go of here, and not when the next window starts
             for param in params.flat:
                 param.grad = None
         updates, skipped = (p.updates + 1, p.skipped) if applied else (p.updates, p.skipped + 1)

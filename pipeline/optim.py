@@ -168,7 +168,9 @@ class Optimizer:
         members = self._members(params)
         settings = dict(self.settings)
         taken = inspect.signature(self.cls).parameters
-        if "fused" in taken and not {"fused", "foreach", "differentiable", "capturable"} & settings.keys():
+        # Fused SGD with momentum fails once a parameter gets its first gradient later than the others.
+        late = bool(settings.get("momentum")) or any(group.settings.get("momentum") for group in self.groups)
+        if "fused" in taken and not late and not {"fused", "foreach", "differentiable", "capturable"} & settings.keys():
             dense = all(p.is_floating_point() and p.device.type in _FUSED_ON for p in params.flat)
             settings["fused"] = True if dense and len(params) else None
         groups: list[dict[str, Any]] = [{"params": [params[n] for n in members[0]], "name": _DEFAULT}]
@@ -215,6 +217,8 @@ class _Running:
         self._can_scale = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False)) and all(
             group.get("fused") for group in self.optimizer.param_groups
         )
+        # The kernel takes the factor in float32: too coarse for float64 parameters.
+        self._can_scale = self._can_scale and all(p.dtype is not torch.float64 for p in self.params)
         self._step = _bare_step(self.optimizer)
         self._put(state)
 

@@ -146,7 +146,7 @@ class Loss:
 
         Raises: LossError for a negative or non-finite host weight.
         """
-        _check_weight(weight)
+        weight = _checked(weight, value)
         pairs = {k: v if isinstance(v, tuple) else (v * weight, weight) for k, v in (measures or _NOTHING).items()}
         return cls(value, weight, pairs, samples, tokens, output)
 
@@ -165,15 +165,19 @@ class Loss:
 
         Raises: LossError for a negative or non-finite host weight.
         """
-        _check_weight(weight)
+        weight = _checked(weight, value)
         over = torch.where(weight > 0, weight, 1.0) if isinstance(weight, Tensor) else (weight or 1.0)
         pairs = {k: v if isinstance(v, tuple) else (v, weight) for k, v in (measures or _NOTHING).items()}
         return cls(value / over, weight, pairs, samples, tokens, output)
 
 
-def _check_weight(weight: Scalar) -> None:
-    if not isinstance(weight, Tensor) and not 0 <= weight < float("inf"):
+def _checked(weight: Scalar, value: Tensor) -> Scalar:
+    """The weight, if it can be one; on the device in the loss's precision, so that counts divide as exactly as it."""
+    if isinstance(weight, Tensor):
+        return weight.detach().to(torch.promote_types(value.dtype, torch.float32))
+    if not 0 <= weight < float("inf"):
         raise LossError("Loss weight", "a finite number of items, 0 or more", repr(weight), "give the count of items")
+    return weight
 
 
 @attrs.frozen(eq=False)
@@ -198,7 +202,7 @@ class Window:
         """`weight` relative to the window's first micro-batch."""
         if self.reference is None:
             if isinstance(weight, Tensor):
-                return torch.where(weight > 0, 1.0, 0.0)
+                return (weight > 0).to(weight.dtype)
             return 1.0 if weight else 0.0
         return weight / self.reference
 

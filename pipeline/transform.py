@@ -113,8 +113,8 @@ def _check_order(transforms: tuple[Transform, ...]) -> None:
     """
     available = set(_FROM_THE_START)
     used_up: dict[str, str] = {}
-    declared = [t for t in transforms if is_declared(t)]
-    whole = not declared or fields(declared[0], "reads") <= _FROM_THE_START
+    first = next((r for t in transforms if (r := fields(t, "reads"))), frozenset[str]())
+    whole = first <= _FROM_THE_START
     anything = False
     for place, transform in enumerate(transforms):
         name = name_of(transform)

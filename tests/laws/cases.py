@@ -1,0 +1,249 @@
+"""What the laws run over: one list of models, and one of transforms that every public transform is on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipeline import (
+    Accumulate,
+    ClipByGlobalNorm,
+    EmitEvents,
+    Forward,
+    Frame,
+    Group,
+    LossScale,
+    MaybeStep,
+    Optimizer,
+    ScaledBackward,
+    Window,
+    branch,
+    chain,
+    every,
+    init,
+    named,
+    repeat,
+    supervised,
+    tap,
+    when,
+)
+from pipeline.testing import frame
+from pipeline.transform import Chain, Transform
+
+IN, OUT = 6, 3
+
+
+class Tied(nn.Module):
+    """Two layers that share one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(IN, IN), nn.Linear(IN, IN), nn.Linear(IN, OUT)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(torch.tanh(self.first(x))))
+
+
+class Scaled(nn.Module):
+    """A 0-dim parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(IN, OUT), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.linear(x)
+
+
+class Unused(nn.Module):
+    """A parameter that no forward uses, and one that every second batch uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.never, self.sometimes = nn.Linear(IN, OUT), nn.Linear(IN, OUT), nn.Parameter(torch.ones(OUT))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.linear(x)
+        return out * self.sometimes if float(x.detach()[0, 0]) > 0 else out
+
+
+def _frozen() -> nn.Module:
+    model = nn.Sequential(nn.Linear(IN, 8), nn.Tanh(), nn.Linear(8, OUT))
+    model[0].weight.requires_grad_(False)
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": lambda: nn.Sequential(nn.Linear(IN, 8), nn.ReLU(), nn.Linear(8, OUT)),
+    "batchnorm": lambda: nn.Sequential(nn.Linear(IN, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, OUT)),
+    "dropout": lambda: nn.Sequential(nn.Linear(IN, 8), nn.Dropout(0.5), nn.Linear(8, OUT)),
+    "tied": Tied,
+    "frozen": _frozen,
+    "unused": Unused,
+    "0-dim": Scaled,
+}
+ROW_WISE = [name for name in MODELS if name not in ("batchnorm", "dropout", "unused")]
+"""The models that treat each row of a batch by itself: law 4 is about these."""
+
+
+def make_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return MODELS[name]().to(dtype)
+
+
+def make_batch(seed: int, size: int = 4, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, IN, generator=generator, dtype=dtype)
+    return x, torch.randint(0, OUT, (size,), generator=generator)
+
+
+def make_batches(n: int, seed: int = 0, size: int = 4) -> list[tuple[Tensor, Tensor]]:
+    return [make_batch(100 * seed + i, size) for i in range(n)]
+
+
+def make_step(
+    model: nn.Module,
+    window: int = 2,
+    optimizer: Optimizer | None = None,
+    max_norm: float | None = 0.5,
+    *between: Transform,
+) -> Chain:
+    """The whole step; `between` stands between ScaledBackward and Accumulate, and keeps them from running as one."""
+    optimizer = optimizer or Optimizer(
+        torch.optim.AdamW, lr=0.01, groups=[Group(lambda _, p: p.ndim < 2, name="vectors", weight_decay=0.0)]
+    )
+    return chain(
+        Forward(model, supervised(F.cross_entropy, measures={"accuracy": accuracy})),
+        ScaledBackward(),
+        *between,
+        Accumulate(every=window),
+        *([] if max_norm is None else [ClipByGlobalNorm(max_norm)]),
+        MaybeStep(optimizer),
+        EmitEvents(micro_batches=True),
+    )
+
+
+def accuracy(output: Tensor, target: Tensor) -> Tensor:
+    return (output.argmax(-1) == target).float().mean()
+
+
+@attrs.frozen
+class Case:
+    """A transform and a frame for it, both made anew at each call; `covers` names the public parts in it."""
+
+    name: str
+    covers: frozenset[str]
+    make: Callable[[int], tuple[Transform, Frame]]
+
+
+def _values(seed: int, scale: float = 1.0) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "w": scale * torch.randn(3, 2, generator=generator),
+        "b": scale * torch.randn(2, generator=generator),
+        "s": scale * torch.randn((), generator=generator),
+    }
+
+
+def _params(seed: int) -> dict[str, Any]:
+    return {name: value.requires_grad_() for name, value in _values(seed).items()}
+
+
+def _window_frame(seed: int, **more: Any) -> Frame:
+    return frame(_params(seed), sums=_values(seed + 1, 3.0), ready=True, update_factor=0.25, **more)
+
+
+def _backward(seed: int) -> tuple[Transform, Frame]:
+    def make_loss(f: Frame) -> Frame:  # anew each time: a graph can be gone through once
+        return f.having(loss=sum((p**2).sum() for p in f.state.params.values()))
+
+    return chain(make_loss, ScaledBackward()), frame(_params(seed), weight=3.0, sums=_values(seed + 1))
+
+
+def _accumulate(seed: int) -> tuple[Transform, Frame]:
+    given = frame(
+        _params(seed),
+        grads=_values(seed + 2),
+        sums=_values(seed + 1),
+        loss=2.0,
+        weight=2.0,
+        measures={"accuracy": (torch.tensor(1.0), 2.0)},
+        samples=2,
+    )
+    return Accumulate(every=2), given
+
+
+def _clip(seed: int) -> tuple[Transform, Frame]:
+    return ClipByGlobalNorm(0.5), _window_frame(seed)
+
+
+def _step(seed: int, **settings: Any) -> tuple[Transform, Frame]:
+    rule = Optimizer(torch.optim.AdamW, lr=0.1, **settings)
+    return MaybeStep(rule), _window_frame(seed, loss_scale=LossScale(scale=4.0))
+
+
+def _emit(seed: int) -> tuple[Transform, Frame]:
+    closed = Window(weight=2.0, reference=3.0, loss=torch.tensor(4.0), micro_batches=2)
+    facts = {"grad_norm": torch.tensor(1.0 + seed)}
+    return EmitEvents(), frame(_params(seed), applied=True, closed=closed, facts=facts, rates={"default": 0.1})
+
+
+def _wrap(wrapper: Callable[[Transform], Transform]) -> Callable[[int], tuple[Transform, Frame]]:
+    def make(seed: int) -> tuple[Transform, Frame]:
+        transform, given = _clip(seed)
+        return wrapper(transform), given
+
+    return make
+
+
+def _of_model(name: str, *, bound: bool, fused: bool) -> Callable[[int], tuple[Transform, Frame]]:
+    def make(seed: int) -> tuple[Transform, Frame]:
+        model = make_model(name, seed)
+        between = () if fused else (lambda f: f,)
+        step = make_step(model, 1, None, 0.5, *between)
+        state = init(step, model, seed=seed)
+        return step, Frame(state if bound else state.copy(), make_batch(seed))
+
+    return make
+
+
+def _forward(seed: int) -> tuple[Transform, Frame]:
+    model = make_model("batchnorm", seed)
+    step = Forward(model, supervised(F.cross_entropy))
+    # The loss keeps its graph, which has no value to compare: detached, it has.
+    return chain(step, lambda f: f.having(loss=f.loss.detach())), Frame(init(step, model), make_batch(seed))
+
+
+CASES = [
+    Case("Forward", frozenset({"Forward", "supervised"}), _forward),
+    Case("ScaledBackward", frozenset({"ScaledBackward"}), _backward),
+    Case("Accumulate", frozenset({"Accumulate"}), _accumulate),
+    Case("ClipByGlobalNorm", frozenset({"ClipByGlobalNorm"}), _clip),
+    Case("MaybeStep fused", frozenset({"MaybeStep", "Optimizer"}), _step),
+    Case("MaybeStep", frozenset({"MaybeStep", "Optimizer"}), lambda seed: _step(seed, fused=False)),
+    Case("EmitEvents", frozenset({"EmitEvents"}), _emit),
+    Case("when", frozenset({"when"}), _wrap(lambda t: when(lambda f: f.ready, t))),
+    Case("branch", frozenset({"branch"}), _wrap(lambda t: branch(lambda f: not f.ready, chain(), t))),
+    Case("every", frozenset({"every"}), _wrap(lambda t: every(1, t))),
+    Case("repeat", frozenset({"repeat"}), _wrap(lambda t: repeat(2, t))),
+    Case("tap", frozenset({"tap"}), _wrap(lambda t: chain(tap(repr), t))),
+    Case("named", frozenset({"named"}), _wrap(lambda t: named("clip", t))),
+    Case("chain()", frozenset({"chain"}), lambda seed: (chain(), _window_frame(seed))),
+    *(
+        Case(
+            f"step of {name}, {'bound' if bound else 'functional'}{'' if fused else ', unfused'}",
+            frozenset({"chain"}),
+            _of_model(name, bound=bound, fused=fused),
+        )
+        for name in MODELS
+        for bound in (True, False)
+        for fused in (True, False)
+    ),
+]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pipeline.combinators import branch, every, repeat, tap, when
     from pipeline.evaluation import Evaluation, EveryEpoch, EveryUpdates
     from pipeline.loop import Run, apply, fold, init, run_of, scan
-    from pipeline.monitor import replay
+    from pipeline.monitor import Stop, replay
     from pipeline.optim import Group, Optimizer
     from pipeline.records import Frame, Loss, LossScale, Progress, TrainState, Window
     from pipeline.tensors import Tensors
@@ -50,6 +50,7 @@ __all__ = [
     "Run",
     "ScaledBackward",
     "Seconds",
+    "Stop",
     "Tensors",
     "Tokens",
     "TrainState",
@@ -82,7 +83,7 @@ _HOMES = {
     "combinators": ("branch", "every", "repeat", "tap", "when"),
     "evaluation": ("Evaluation", "EveryEpoch", "EveryUpdates"),
     "loop": ("Run", "apply", "fold", "init", "run_of", "scan"),
-    "monitor": ("replay",),
+    "monitor": ("Stop", "replay"),
     "optim": ("Group", "Optimizer"),
     "records": ("Frame", "Loss", "LossScale", "Progress", "TrainState", "Window"),
     "tensors": ("Tensors",),

@@ -16,7 +16,7 @@ def fields(transform: object, kind: str) -> frozenset[str]:
 
 def is_declared(transform: object) -> bool:
     """Whether the transform says what it reads and writes, so that its order can be checked."""
-    return hasattr(transform, "reads") and hasattr(transform, "writes")
+    return hasattr(transform, "reads") or hasattr(transform, "writes")
 
 
 def show(transform: object) -> str:

@@ -177,7 +177,10 @@ class _Tap:
 
 
 def tap(look: Callable[[Frame], object]) -> Transform:
-    """Call `look(frame)` and pass the frame on as it is: a `print`, a list's `append`, a breakpoint."""
+    """Call `look(frame)` and pass the frame on as it is: a `print`, a list's `append`, a breakpoint.
+
+    The loss in the frame has a graph: look at `frame.loss.detach()`.
+    """
     if not callable(look):
         raise NotATransformError("tap cannot call", look, "give it a callable that takes a frame")
     return _Tap(look, f"tap {name_of(look)}")  # type: ignore[arg-type]

@@ -91,7 +91,7 @@ class DuplicateNameError(CompositionError):
     name: str
 
     def __str__(self) -> str:
-        cure = f'give one a name of its own, `named("other", {self.name}(...))`'
+        cure = 'give one a name of its own, `named("other", ...)` around it'
         if self.kind != "transform":
             cure = 'give one a name of its own, `name="other"`'
         return f"Two {self.kind}s are called {self.name!r}: {cure}."

@@ -10,10 +10,10 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from pipeline._publication import to_host
+from pipeline._randomness import default_generators, isolated, seed
 from pipeline.errors import MissingFieldError, SettingError, StreamError
 from pipeline.events import EvalDone
-from pipeline.publication import to_host
-from pipeline.randomness import default_generators, isolated, seed
 from pipeline.records import Frame, Progress, Scalar, TrainState
 from pipeline.transform import Chain, Transform, chain
 

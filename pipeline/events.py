@@ -72,7 +72,8 @@ class UpdateDone(Event):
     `loss` is the window's mean over its `weight` items;
     `rates` are the learning rates used, by group; `grad_norm` is the global norm of the mean gradient before
     clipping, and `clip_factor` what clipping multiplied it by (1 where nothing clipped); `samples` and `tokens` count
-    from the start of training; `measures` are means over the window; `facts` is what the transforms measured besides.
+    from the start of training; `measures` map a name to (sum, weight) over the window, so that means over many
+    windows are exact; `facts` is what the transforms measured besides.
     """
 
     loss: SupportsFloat
@@ -83,7 +84,7 @@ class UpdateDone(Event):
     clip_factor: SupportsFloat = 1.0
     samples: int = 0
     tokens: int = 0
-    measures: Mapping[str, SupportsFloat] = _NOTHING
+    measures: Mapping[str, tuple[SupportsFloat, SupportsFloat]] = _NOTHING
     facts: Mapping[str, SupportsFloat] = _NOTHING
 
 

@@ -6,14 +6,15 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol, cast
 
 import attrs
 from torch import nn
 
-from pipeline import randomness
-from pipeline.binding import bind
+from pipeline import _randomness as randomness
+from pipeline._binding import bind
+from pipeline._publication import settle
 from pipeline.errors import DuplicateNameError, MeasureError, SettingError
 from pipeline.evaluation import Evaluation
 from pipeline.events import (
@@ -28,7 +29,6 @@ from pipeline.events import (
     UpdateDone,
 )
 from pipeline.monitor import Monitor, Stop
-from pipeline.publication import settle
 from pipeline.records import Frame, LossScale, Progress, Rng, TrainState
 from pipeline.transform import Transform, chain
 from pipeline.until import Epochs, Limit
@@ -133,17 +133,19 @@ def fold(
           what no evaluation reports; StaleStateError for a state that was handed over before.
     """
     monitors, sinks, evaluations = tuple(monitors), tuple(sinks), tuple(evaluations)
-    _check_names("monitor", [m.name for m in monitors])
-    _check_names("evaluation", [e.name for e in evaluations])
-    if publish_every < 1:
-        raise SettingError("fold(publish_every)", "at least 1 update", publish_every)
     stops: list[str] = []
-    state = state.owned() if donate else state.borrowed()
-    publisher = _Publisher(state, monitors, sinks, tuple(e.name for e in evaluations), publish_every, stops)
-    generators = randomness.default_generators(state)
-    with randomness.isolated(generators), _ctrl_c(stops), publisher:
-        for now, events in _drive(step, state, stream, until, evaluations, clock, stops):
-            publisher.take(now, events)
+    with ExitStack() as closing:
+        for sink in sinks:
+            closing.callback(sink.close)
+        _check_names("monitor", [m.name for m in monitors])
+        _check_names("evaluation", [e.name for e in evaluations])
+        if publish_every < 1:
+            raise SettingError("fold(publish_every)", "at least 1 update", publish_every)
+        state = state.owned() if donate else state.borrowed()
+        publisher = _Publisher(state, monitors, sinks, tuple(e.name for e in evaluations), publish_every, stops)
+        with randomness.isolated(randomness.default_generators(state)), _ctrl_c(stops), publisher:
+            for now, events in _drive(step, state, stream, until, evaluations, clock, stops):
+                publisher.take(now, events)
     return publisher.run()
 
 
@@ -363,13 +365,9 @@ class _Publisher:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Close the sinks, whatever happened; an error takes the run up to it along."""
-        try:
-            if error is not None:
-                self._failed(error)
-        finally:
-            for sink in self.sinks:
-                sink.close()
+        """An error takes the run up to it along."""
+        if error is not None:
+            self._failed(error)
 
     def _failed(self, error: BaseException) -> None:
         state = self.state

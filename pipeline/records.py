@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch.utils.pytree is public only from torch 2.8 on
 
-from pipeline.binding import load
+from pipeline._binding import load
 from pipeline.errors import LossError, SettingError
 from pipeline.tensors import Lease, Tensors
 
@@ -355,6 +355,7 @@ class Frame:
     From Forward: `loss` (0-d mean), `weight`, `measures`, `samples`, `tokens`, `output`.
     From ScaledBackward: `grads`, this micro-batch's gradients × relative weight × loss scale.
     From Accumulate: `ready`, the window is full, and `update_factor`, what the gradients are to be multiplied by.
+    From a clip: `sum_norm`, the window's gradient sums and their global norm, so that one pass over them serves all.
     From MaybeStep: `applied`, whether an update was made, None when none was due; `closed`, the window that it closed;
     `rates`, group -> learning rate used.
     From any of them: `facts`, measured scalars by name, and `events`, what happened.
@@ -373,6 +374,7 @@ class Frame:
     grads: Tensors | None = None
     ready: bool = False
     update_factor: Scalar = 1.0
+    sum_norm: tuple[Tensors, Tensor] | None = None
     applied: bool | None = None
     closed: Window | None = None
     rates: Mapping[str, float] = _NOTHING

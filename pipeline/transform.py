@@ -120,7 +120,11 @@ def _check_order(transforms: tuple[Transform, ...]) -> None:
         name = name_of(transform)
         anything = anything or not is_declared(transform)
         for field in sorted(fields(transform, "reads") - available):
-            writers = [name_of(t) for t in transforms[place + 1 :] if field in fields(t, "writes")]
+            writers = [
+                name_of(t)
+                for t in transforms[place + 1 :]
+                if field in fields(t, "writes") and field not in fields(t, "reads")  # one that reads it only changes it
+            ]
             if field in used_up:
                 raise OrderError(name, field, f"{used_up[field]} has used up", f"put it before {used_up[field]}")
             if writers or (whole and not anything):

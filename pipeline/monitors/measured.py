@@ -54,7 +54,7 @@ class MeanLoss:
 
 @attrs.frozen
 class Mean:
-    """The mean of one training measure over all items of all updates, weighted by their number.
+    """The mean of one training measure over all items that it counted in all updates.
 
     Reads:  `UpdateDone.measures[measure]`.
     Result: a float; None before the first update that carries the measure.
@@ -68,9 +68,10 @@ class Mean:
         return 0.0, 0.0
 
     def reduce(self, accumulator: WeightedSum, event: Event) -> WeightedSum:
-        """Add an update's measure by the update's weight."""
+        """Add an update's sum and weight."""
         if isinstance(event, UpdateDone) and self.measure in event.measures:
-            return _add(accumulator, float(event.measures[self.measure]), float(event.weight))
+            total, weight = event.measures[self.measure]
+            return _merge(accumulator, (float(total), float(weight)))
         return accumulator
 
     def result(self, accumulator: WeightedSum) -> float | None:

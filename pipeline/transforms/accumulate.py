@@ -97,7 +97,7 @@ class Accumulate:
         state = TrainState(
             state.params, state.buffers, state.optimizer, window, state.loss_scale, progress, state.rng, state.slots
         )
-        frame = frame.having(state=state, grads=None)
+        frame = frame.having(state=state, grads=None, applied=None)
         return frame if window.micro_batches < self.every else _closed(frame)
 
     def finish(self, frame: Frame) -> Frame:

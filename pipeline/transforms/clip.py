@@ -9,7 +9,7 @@ import torch
 
 from pipeline.errors import MissingFieldError, SettingError
 from pipeline.records import Frame
-from pipeline.transforms.norm import normalised_norm
+from pipeline.transforms._norm import normalised, sum_norm
 
 __all__ = ["ClipByGlobalNorm"]
 
@@ -43,10 +43,14 @@ class ClipByGlobalNorm:
             return frame
         if not frame.state.window.micro_batches:
             raise MissingFieldError("ClipByGlobalNorm", "window.grads", "put it after ScaledBackward and Accumulate")
-        norm, factor = normalised_norm(frame), frame.update_factor
+        factor, raw = frame.update_factor, sum_norm(frame)
+        norm = normalised(raw, factor)
         clip = torch.clamp(self.max_norm / (norm + 1e-6), max=1.0)
-        exact = isinstance(factor, float) and factor == 1.0
+        facts = {"grad_norm": norm, "clip_factor": clip}
+        if frame.sum_norm is not None:  # not the first clip of this window: what was measured before clipping stays
+            facts = {"clip_factor": frame.facts.get("clip_factor", 1.0) * clip}
         return frame.having(
-            update_factor=clip if exact else clip * factor,
-            facts={**frame.facts, "grad_norm": norm, "clip_factor": clip},
+            update_factor=clip if isinstance(factor, float) and factor == 1.0 else clip * factor,
+            sum_norm=(frame.state.window.grads, raw),
+            facts={**frame.facts, **facts},
         )

@@ -72,7 +72,7 @@ class EmitEvents:
                 grad_norm=facts["grad_norm"],
                 micro_batches=window.micro_batches,
             )
-        more = {name: value for name, value in facts.items() if name not in _TYPED} if len(facts) > 2 else {}
+        more = {name: value for name, value in facts.items() if name not in _TYPED}
         return UpdateDone(
             **at,
             loss=loss,
@@ -83,6 +83,6 @@ class EmitEvents:
             clip_factor=facts.get("clip_factor", 1.0),
             samples=progress.samples,
             tokens=progress.tokens,
-            measures={name: _mean(total, weight) for name, (total, weight) in window.measures.items()},
+            measures=window.measures,
             facts=more,
         )

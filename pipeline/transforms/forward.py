@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipeline.binding import tied_names
+from pipeline._binding import tied_names
 from pipeline.errors import DeviceError, LossError, SettingError, StateMismatchError
 from pipeline.records import Frame, Loss, Scalar
 from pipeline.tensors import Tensors

@@ -11,7 +11,7 @@ import attrs
 from pipeline.errors import SettingError
 from pipeline.records import Frame, OptimizerState, Progress, Scalar, TrainState, Window
 from pipeline.tensors import Tensors
-from pipeline.transforms.norm import normalised_norm
+from pipeline.transforms._norm import normalised, sum_norm
 
 __all__ = ["MaybeStep", "UpdateRule"]
 
@@ -79,7 +79,12 @@ class MaybeStep:
         state, factor = frame.state, frame.update_factor
         window, p = state.window, state.progress
         counted = bool(window.grads) and not (isinstance(factor, float) and factor == 0.0)
-        norm = normalised_norm(frame)
+        facts = frame.facts
+        if frame.sum_norm is not None and frame.sum_norm[0] is window.grads:
+            norm = facts["grad_norm"]
+        else:
+            norm = normalised(sum_norm(frame), factor)
+            facts = {**facts, "grad_norm": norm}
         finite = math.isfinite(norm)
         params, optimizer = state.params, state.optimizer
         rates = self.optimizer.rates(p.updates)
@@ -116,5 +121,6 @@ class MaybeStep:
             applied=applied,
             closed=closed,
             rates=rates,
-            facts={**frame.facts, "grad_norm": norm},
+            facts=facts,
+            sum_norm=None,
         )

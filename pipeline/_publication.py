@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -31,35 +31,40 @@ def to_host(values: Sequence[Tensor]) -> list[float]:
 def settle(events: Sequence[Event]) -> list[Event]:
     """The same events with every 0-d tensor in them as a number."""
     found: list[Tensor] = []
-    places: list[tuple[int, str, str | None]] = []
-    for i, event in enumerate(events):
+
+    def note(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            found.append(value.detach() if value.requires_grad else value)
+        return value
+
+    for event in events:
         for name in _measured(type(event)):
-            value = getattr(event, name)
-            if isinstance(value, Tensor):
-                found.append(value.detach() if value.requires_grad else value)
-                places.append((i, name, None))
-            elif isinstance(value, Mapping) and value:
-                entries: Mapping[str, Any] = value
-                for key, entry in entries.items():
-                    if isinstance(entry, Tensor):
-                        found.append(entry.detach())
-                        places.append((i, name, key))
+            _map(getattr(event, name), note)
     if not found:
         return list(events)
-    changes: dict[int, dict[str, Any]] = {}
-    for (i, name, key), number in zip(places, to_host(found), strict=True):
-        changed = changes.setdefault(i, {})
-        if key is None:
-            changed[name] = number
-        else:
-            changed.setdefault(name, dict(getattr(events[i], name)))[key] = number
-    return [_with(event, changes[i]) if i in changes else event for i, event in enumerate(events)]
+    numbers = iter(to_host(found))
+    return [_settled(event, lambda value: next(numbers) if isinstance(value, Tensor) else value) for event in events]
 
 
-def _with(event: Event, changed: dict[str, Any]) -> Event:
+def _map(value: Any, fn: Callable[[Any], Any]) -> Any:
+    """`fn` over a value, the values of a mapping, and the pairs in one."""
+    if isinstance(value, dict):
+        entries: dict[str, Any] = value
+        return {key: _map(entry, fn) for key, entry in entries.items()} if entries else value
+    if isinstance(value, tuple):
+        parts: tuple[Any, ...] = value
+        return tuple([fn(part) for part in parts])
+    return fn(value)
+
+
+def _settled(event: Event, fn: Callable[[Any], Any]) -> Event:
     """`attrs.evolve`, which looks its class up anew at every call."""
     cls = type(event)
-    return cls(**{name: changed[name] if name in changed else getattr(event, name) for name in _fields(cls)})
+    measured = _measured(cls)
+    values = {name: getattr(event, name) for name in _fields(cls)}
+    for name in measured:
+        values[name] = _map(values[name], fn)
+    return cls(**values)
 
 
 @lru_cache

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from pipeline.records import Frame
+from pipeline.records import Frame, Scalar
 
-__all__ = ["global_norm", "normalised_norm"]
+__all__ = ["global_norm"]
 
 
 def global_norm(tensors: Iterable[Tensor]) -> Tensor:
@@ -32,10 +32,12 @@ def _dense(tensor: Tensor) -> Tensor:
     return tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor
 
 
-def normalised_norm(frame: Frame) -> Tensor:
-    """The global norm of the window's gradients after `update_factor`: measured before, or else now."""
-    known = frame.facts.get("grad_norm")
-    if isinstance(known, Tensor):
-        return known
-    norm, factor = global_norm(frame.state.window.grads.flat), frame.update_factor
+def sum_norm(frame: Frame) -> Tensor:
+    """The global norm of the window's gradient sums as they are: the one measured before in this frame, or else now."""
+    grads, known = frame.state.window.grads, frame.sum_norm
+    return known[1] if known is not None and known[0] is grads else global_norm(grads.flat)
+
+
+def normalised(norm: Tensor, factor: Scalar) -> Tensor:
+    """A norm of sums in units of the gradient that the optimizer will see."""
     return norm if isinstance(factor, float) and factor == 1.0 else norm * factor

@@ -46,7 +46,10 @@ class _Wrapper:
         raise AttributeError(attribute)
 
     def _init(self, state: TrainState) -> TrainState:
-        return chain(*(t for t in self._inner if hasattr(t, "init"))).init(state)
+        for transform in self._inner:
+            if hasattr(transform, "init"):
+                state = transform.init(state)  # type: ignore[attr-defined]
+        return state
 
     def _finish(self, frame: Frame) -> Frame:
         raise NotImplementedError

@@ -14,7 +14,8 @@
     │   └── DeviceError                      batch and parameters lie on different devices
     ├── StateError (ValueError)
     │   ├── StaleStateError (RuntimeError)   buffers that a later record has taken over
-    │   └── StateMismatchError               a state of another model
+    │   ├── StateMismatchError               a state of another model
+    │   └── OptimizerMismatchError           optimizer state of another class
     ├── StreamError (ValueError)             a stream that cannot be read again
     ├── MeasureError (LookupError)           a monitor asks for a measure that nothing reports
     └── LawError (AssertionError)            a law of `pipeline.testing` does not hold
@@ -40,6 +41,7 @@ __all__ = [
     "MissingFieldError",
     "NoGraphError",
     "NotATransformError",
+    "OptimizerMismatchError",
     "OrderError",
     "SettingError",
     "StaleStateError",
@@ -216,6 +218,20 @@ class StateMismatchError(StateError):
             if names
         ]
         return f"This state is not one of {self.owner}: {'; '.join(parts)}. Make it with `init(step, model)`."
+
+
+@attrs.define(slots=False, eq=False)
+class OptimizerMismatchError(StateError):
+    """Optimizer state that another class made: its moments mean something else."""
+
+    optimizer: str
+    entry: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.optimizer} finds no {self.entry!r} in the state's optimizer entries: another optimizer made them. "
+            "Keep that one, or begin them anew: `attrs.evolve(state, optimizer=OptimizerState())`."
+        )
 
 
 class StreamError(FoldtrainError, ValueError):

@@ -16,6 +16,7 @@ from pipeline.errors import MissingFieldError, SettingError, StreamError
 from pipeline.events import EvalDone
 from pipeline.records import Frame, Progress, Scalar, TrainState
 from pipeline.transform import Chain, Transform, chain
+from pipeline.transforms._gradients import widened
 
 __all__ = ["Evaluation", "EveryEpoch", "EveryUpdates", "When"]
 
@@ -95,10 +96,11 @@ class Evaluation:
                 frame = self.step(Frame(state, batch, time))
                 if frame.loss is None:
                     raise MissingFieldError(f"Evaluation {self.name!r}", "loss", "put a Forward into its step")
-                found = {"loss": (frame.loss * frame.weight, frame.weight), **frame.measures}
+                found = {"loss": (widened(frame.loss) * frame.weight, frame.weight), **frame.measures}
                 if not isinstance(frame.weight, Tensor) and frame.weight == 0:
                     continue
-                for name, (total, weight) in found.items():
+                for name, pair in found.items():
+                    total, weight = map(widened, pair)
                     before = sums.get(name)
                     sums[name] = (total, weight) if before is None else (before[0] + total, before[1] + weight)
         if not batches:

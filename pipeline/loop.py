@@ -29,13 +29,14 @@ from pipeline.events import (
     UpdateDone,
 )
 from pipeline.monitor import Monitor, Stop
-from pipeline.records import Frame, LossScale, Progress, Rng, TrainState
+from pipeline.records import Frame, LossScale, Progress, Rng, TrainState, Window
 from pipeline.transform import Transform, chain
 from pipeline.until import Epochs, Limit
 
 __all__ = ["Run", "Sink", "apply", "fold", "init", "run_of", "scan"]
 
 Clock = Callable[[], float]
+_END = object()
 _STREAM = 1  # the purpose of the draws that a stream makes, told apart from the step's
 
 
@@ -196,15 +197,21 @@ def _drive(
     yield state, (RunStarted(**_at(state.progress, started), until=repr(limit), total_updates=limit.total_updates()),)
     ended = reasons(started)
     while not ended:
-        randomness.seed(generators, rng.key(state.progress.epoch, _STREAM))
         yield state, (EpochStarted(**_at(state.progress, clock())),)
-        batches = 0
-        for batch in stream:
-            batches += 1
+        batches = read = 0
+        # What the stream draws hangs on its place alone, and not on who drew before.
+        randomness.seed(generators, rng.key(state.progress.epoch << 32, _STREAM))
+        iterator = iter(stream)
+        while True:
+            batch = next(iterator, _END)
+            if batch is _END:
+                break
+            read += 1
             now = clock()
             if batch is None:
                 yield state, (BatchSkipped(**_at(state.progress, now)),)
             else:
+                batches += 1
                 progress = state.progress
                 randomness.seed(generators, rng.key(progress.micro_steps))
                 frame = step(Frame.begin(state, batch, now))
@@ -216,6 +223,7 @@ def _drive(
             ended = reasons(now)
             if ended:
                 break
+            randomness.seed(generators, rng.key((state.progress.epoch << 32) + read, _STREAM))
         events = ()
         if state.window.micro_batches:
             frame = step.finish(Frame(state, time=clock()))
@@ -223,7 +231,7 @@ def _drive(
             state, events = frame.state, frame.events
             del frame
             events = (*events, *evaluate(updated=updated, epoch_ended=False))
-        if not ended or batches == _length(stream):
+        if not ended or read == _length(stream):
             state = attrs.evolve(state, progress=attrs.evolve(state.progress, epoch=state.progress.epoch + 1))
             events = (*events, *evaluate(updated=False, epoch_ended=True))
             events = (*events, EpochEnded(**_at(state.progress, clock()), batches=batches))
@@ -377,6 +385,18 @@ class _Publisher:
         try:
             self.publish()
         finally:
-            if not any(t.is_stale for t in (state.params, state.buffers, state.window.grads)):
-                error.__run__ = self.run()  # type: ignore[attr-defined]
-                error.add_note("the run up to here: pipeline.run_of(error)")
+            self.state, lost = _usable(state)
+            error.__run__ = self.run()  # type: ignore[attr-defined]
+            error.add_note(f"the run up to here: pipeline.run_of(error){lost}")
+
+
+def _usable(state: TrainState) -> tuple[TrainState, str]:
+    """The state with what a failed micro-batch had begun to write: said, and never silently wrong."""
+    lost = ""
+    if state.buffers.is_stale:
+        state = attrs.evolve(state, buffers=state.buffers.renewed())
+        lost = "; its buffers have seen the failed micro-batch"
+    if state.window.grads.is_stale:
+        state = attrs.evolve(state, window=Window())
+        lost += "; the open window's sums were lost"
+    return state, lost

@@ -13,7 +13,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from pipeline.errors import SettingError
+from pipeline.errors import OptimizerMismatchError, SettingError
 from pipeline.records import OptimizerState, Scalar, TrainState
 from pipeline.tensors import Lease, Tensors
 
@@ -55,6 +55,8 @@ class Group:
         name: str | None = None,
         **settings: Any,
     ) -> None:
+        if not (isinstance(match, str) or callable(match)) or isinstance(match, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise SettingError("Group.match", "a pattern on names or a function f(name, tensor)", match)
         if lr is not None:
             _check_rate("Group.lr", lr)
         label = name or (match if isinstance(match, str) else getattr(match, "__name__", "group"))
@@ -75,8 +77,8 @@ class Optimizer:
 
     Args:   cls: the class, torch's own or a third party's; lr: a rate, or a schedule of the update count; groups: each
             parameter belongs to the first `Group` that matches it, the rest to the group "default"; settings: what
-            the class takes. `fused=True` is chosen for you where the class and the parameters allow it; say
-            `fused=False` or `foreach=True` to have it otherwise.
+            the class takes. `fused=True` is chosen for you where the class and the parameters allow it and no
+            momentum is asked for (torch's fused SGD cannot start one late); `fused=False` and `foreach=True` overrule.
     Raises: SettingError, when built, for a class that is no optimizer or needs a closure (LBFGS), or a setting that
             the class does not take; when used, for a group that no parameter belongs to.
     """
@@ -97,9 +99,10 @@ class Optimizer:
             cure = "It calls the loss several times an update; use an optimizer that takes the gradients as they are."
             raise SettingError("Optimizer.cls", "one whose step() needs no closure", cls.__name__, cure)
         taken = inspect.signature(cls).parameters
-        if isinstance(groups, (set, frozenset)):
-            raise SettingError("Optimizer.groups", "in a fixed order (a list)", groups)
         groups = tuple(groups)
+        for group in groups:
+            if not isinstance(group, Group):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise SettingError("Optimizer.groups", "of `Group(...)`", group)
         if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values()):
             for name in (*settings, *(key for group in groups for key in group.settings)):
                 if name not in taken or name in ("params", "lr"):
@@ -125,6 +128,8 @@ class Optimizer:
             if not names:
                 known = ", ".join(list(state.params)[:8])
                 raise SettingError(f"Group {group.name!r}", "one that some parameter matches", group.match, known + ".")
+        if len(state.params):
+            self.build(state.params)  # what torch refuses in the settings, it refuses here
         return state
 
     def update(
@@ -144,14 +149,13 @@ class Optimizer:
         """
         keep = params.is_owned
         params, grads = params.writable(count), grads.writable(count)
-        live = state.live if keep and state.is_owned and isinstance(state.live, _Running) else None
-        if live is not None and not live.runs(params):
-            live = None
-        if live is None:
-            live = _Running(self, params, state if keep and state.is_owned else state.copy())
-            generation = 0
-        else:
+        mine = keep and state.is_owned
+        live = state.live if mine and isinstance(state.live, _Running) and state.live.serves(self, params) else None
+        if live is not None:
             generation = live.lease.renew(state.generation, count)
+        else:  # a new lineage: the state's own tensors where they are given, copies where they are lent
+            given = state.tensors.writable(count) if mine else state.tensors.copy()
+            live, generation = _Running(self, params, given, state.numbers), 0
         live.step(params, grads, rates, factor)
         return params, OptimizerState(live=live, generation=generation, is_owned=keep)
 
@@ -209,8 +213,9 @@ def _bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
 class _Running:
     """A torch optimizer over the parameters of one lineage of states; the newest of them alone may step it."""
 
-    def __init__(self, rule: Optimizer, params: Tensors, state: OptimizerState) -> None:
+    def __init__(self, rule: Optimizer, params: Tensors, tensors: Tensors, numbers: Mapping[str, Any]) -> None:
         self.lease = Lease()
+        self.rule = rule
         self.params = params.flat
         self.optimizer, self.names = rule.build(params)
         self._order: list[Tensor] = [params[name] for name in self.names]
@@ -220,16 +225,18 @@ class _Running:
         # The kernel takes the factor in float32: too coarse for float64 parameters.
         self._can_scale = self._can_scale and all(p.dtype is not torch.float64 for p in self.params)
         self._step = _bare_step(self.optimizer)
-        self._put(state)
+        self._put({**tensors, **numbers})
 
-    def runs(self, params: Tensors) -> bool:
-        """Whether this optimizer steps these very tensors."""
+    def serves(self, rule: Optimizer, params: Tensors) -> bool:
+        """Whether this optimizer steps these very tensors by this rule."""
+        if self.rule is not rule and self.rule != rule:
+            return False
         return len(params) == len(self.params) and all(a is b for a, b in zip(params.flat, self.params, strict=True))
 
-    def _put(self, state: OptimizerState) -> None:
+    def _put(self, entries: Mapping[str, Any]) -> None:
         by_name = dict(zip(self.names, self._order, strict=True))
         groups = {f"group {g['name']}": g for g in self.optimizer.param_groups}
-        for key, value in (*state.tensors.items(), *state.numbers.items()):
+        for key, value in entries.items():
             owner, _, entry = key.rpartition("/")
             if owner in by_name:
                 self.optimizer.state[by_name[owner]][entry] = value
@@ -249,7 +256,10 @@ class _Running:
         self._scale(flat, factor, bool(low))
         for name in low:  # sums are wider than the parameter: normalised first, rounded once
             params[name].grad = grads[name].to(params[name].dtype)
-        self._step()
+        try:
+            self._step()
+        except KeyError as error:
+            raise OptimizerMismatchError(self.rule.cls.__name__, str(error.args[0])) from error
         for param in params.flat:
             param.grad = None
 

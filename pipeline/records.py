@@ -258,9 +258,9 @@ class OptimizerState:
     def owned(self, update: int | None = None) -> OptimizerState:
         """Take it over: this record goes stale, the returned one may be written to in place."""
         if self.live is None:
-            return OptimizerState(self._tensors.owned(update), self._numbers, None, 0, True)
+            return OptimizerState(self._tensors.owned(update), self._numbers, is_owned=True)
         lease = self.live.lease
-        return OptimizerState(_EMPTY, _NOTHING, self.live, lease.renew(self.generation, update), True)
+        return attrs.evolve(self, generation=lease.renew(self.generation, update), is_owned=True)
 
     def borrowed(self) -> OptimizerState:
         """The same in a record that transforms do not write to."""

@@ -215,6 +215,10 @@ class Tensors(Mapping[str, Tensor]):
         if self._values:
             self._lease.renew(self._generation, update)
 
+    def renewed(self) -> Tensors:
+        """The same tensors as they are now, whoever wrote to them since."""
+        return Tensors._make(self._index, self._values, self._lease, self._lease.generation, self._owned)
+
     def borrowed(self) -> Tensors:
         """The same tensors in a record that transforms do not write to."""
         self._lease.check(self._generation)

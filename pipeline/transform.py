@@ -105,6 +105,12 @@ def _check_names(transforms: tuple[Transform, ...]) -> None:
         seen.add(name)
 
 
+def _rank(field: str) -> tuple[int, str]:
+    """What says most first: the fields in the order in which a step comes to have them."""
+    known = list(_WRITERS)
+    return known.index(field) if field in known else len(known), field
+
+
 def _check_order(transforms: tuple[Transform, ...]) -> None:
     """Raise OrderError when a transform reads what comes later, what was used up, or what nothing provides.
 
@@ -119,7 +125,7 @@ def _check_order(transforms: tuple[Transform, ...]) -> None:
     for place, transform in enumerate(transforms):
         name = name_of(transform)
         anything = anything or not is_declared(transform)
-        for field in sorted(fields(transform, "reads") - available):
+        for field in sorted(fields(transform, "reads") - available, key=_rank):
             writers = [
                 name_of(t)
                 for t in transforms[place + 1 :]

@@ -66,6 +66,14 @@ def root_of(frame: Frame) -> tuple[Tensor, Tensor | None]:
     return loss, None if start == 1.0 else loss.new_tensor(start)
 
 
+def widened(value: Any) -> Any:
+    """A measured value as it is summed: without its graph, in float32 or wider; numbers as they are."""
+    if not isinstance(value, Tensor):
+        return value
+    value = value.detach()
+    return value if value.dtype in WIDE else value.to(torch.promote_types(value.dtype, torch.float32))
+
+
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 

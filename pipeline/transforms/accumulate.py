@@ -12,7 +12,7 @@ from torch import Tensor
 from pipeline.errors import MissingFieldError, SettingError
 from pipeline.records import Frame, Progress, Scalar, TrainState, Window
 from pipeline.tensors import Tensors
-from pipeline.transforms._gradients import WIDE, add_grads, backward_into, counts_for_nothing, root_of
+from pipeline.transforms._gradients import WIDE, add_grads, backward_into, counts_for_nothing, root_of, widened
 from pipeline.transforms.backward import ScaledBackward
 
 __all__ = ["Accumulate"]
@@ -32,7 +32,7 @@ def _added_measures(
     added = dict(sums)
     for name, (total, weight) in more.items():
         before = sums.get(name, (0.0, 0.0))
-        added[name] = (_added(before[0], _detached(total)), _added(before[1], _detached(weight)))
+        added[name] = (_added(before[0], widened(total)), _added(before[1], widened(weight)))
     return added
 
 
@@ -46,7 +46,8 @@ class Accumulate:
     Edges:    any split of the same items into micro-batches gives the same mean gradient up to rounding. At the end of
               the stream an open window is closed and divided by its own weight ("flush"), forgotten ("drop"), or kept
               open for the next epoch ("carry"). A window whose weight is 0 is not stepped. A parameter that is frozen
-              when the window closes is not stepped, and what it had gathered is dropped.
+              when the window closes is not stepped, and what it had gathered is dropped; released before
+              that, it keeps what it had.
     Args:     every: micro-batches in a window, at least 1; at_end: "flush", "drop" or "carry".
     Raises:   SettingError, when built, for anything else.
     """
@@ -81,7 +82,7 @@ class Accumulate:
             if reference is None:
                 reference = torch.where(weight > 0, weight, 1.0) if isinstance(weight, Tensor) else weight
             if frame.loss is not None:
-                loss = _added(loss, _times(frame.loss.detach(), relative))
+                loss = _added(loss, _times(widened(frame.loss), relative))
         window = Window(
             sums,
             _added(window.weight, relative),
@@ -111,10 +112,6 @@ class Accumulate:
     def fuse(self, before: Any) -> _AccumulatedBackward | None:
         """One call for this and a ScaledBackward directly before it."""
         return _AccumulatedBackward(before, self) if isinstance(before, ScaledBackward) else None
-
-
-def _detached(value: Scalar) -> Scalar:
-    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _closed(frame: Frame) -> Frame:

@@ -34,7 +34,7 @@ class ClipByGlobalNorm:
     writes = frozenset({"update_factor", "facts"})
 
     def __attrs_post_init__(self) -> None:
-        good = isinstance(self.max_norm, (int, float)) and 0 < self.max_norm < math.inf  # pyright: ignore[reportUnnecessaryIsInstance]
+        good = isinstance(self.max_norm, (int, float)) and self.max_norm is not True and 0 < self.max_norm < math.inf  # pyright: ignore[reportUnnecessaryIsInstance]
         if not good:
             raise SettingError("ClipByGlobalNorm.max_norm", "positive and finite", self.max_norm)
 

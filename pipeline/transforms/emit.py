@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import attrs
+from torch import Tensor
 
 from pipeline.events import Event, MicroBatchDone, UpdateDone, UpdateSkipped
 from pipeline.records import Frame, Scalar, Window
@@ -19,6 +21,16 @@ def _mean(total: Scalar, weight: Scalar) -> Scalar:
     if isinstance(weight, (int, float)):
         return total if weight == 1.0 else float("nan") if weight == 0 else total / weight
     return total / weight
+
+
+def _bare(value: Scalar) -> Scalar:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _why_skipped(window: Window, norm: Scalar) -> str:
+    if isinstance(window.weight, (int, float)) and window.weight == 0:
+        return "no items counted"
+    return "no parameter had a gradient" if math.isfinite(norm) else "non-finite gradients"
 
 
 def _total_weight(window: Window) -> Scalar:
@@ -63,16 +75,15 @@ class EmitEvents:
         facts, progress = frame.facts, frame.state.progress
         loss = _mean(window.loss, window.weight)
         if not frame.applied:
-            weightless = not isinstance(window.weight, (int, float)) or window.weight > 0
             return UpdateSkipped(
                 **at,
-                reason="non-finite gradients" if weightless else "no items counted",
+                reason=_why_skipped(window, facts["grad_norm"]),
                 skipped=progress.skipped,
                 loss=loss,
                 grad_norm=facts["grad_norm"],
                 micro_batches=window.micro_batches,
             )
-        more = {name: value for name, value in facts.items() if name not in _TYPED}
+        more = {name: _bare(value) for name, value in facts.items() if name not in _TYPED}
         return UpdateDone(
             **at,
             loss=loss,

@@ -50,7 +50,8 @@ class Forward:
               `tokens`, counts; `output`, if the loss function gave one; `buffers`, as the forward leaves them
               (BatchNorm statistics).
     Edges:    `samples`, where the loss gives none, is the first dimension of the first tensor in the batch that
-              has one. The module's mode (train, eval) is the caller's and is left alone.
+              has one. The module's mode (train, eval) is the caller's and is left alone. BatchNorm statistics are
+              those of the micro-batches. What a module keeps in plain Python attributes is no state: copies share it.
     Args:     model: the module; loss: `loss(model, batch)` that returns a 0-d mean, `Loss.mean(…)` or `Loss.sum(…)`.
               While it runs, `model` holds the frame's parameters, whether they are its own or not. `batch` may be any
               container.
@@ -152,11 +153,15 @@ class Forward:
         given = {**params, **buffers}
         if given.keys() == own.keys() and all(given[n].shape == own[n].shape for n in own):
             return
+        tied = tied_names(self.model)
         raise StateMismatchError(
             type(self.model).__name__,
             missing=[n for n in own if n not in given],
-            unexpected=[n for n in given if n not in own and n not in tied_names(self.model)],
-            differing=[n for n in own if n in given and given[n].shape != own[n].shape],
+            unexpected=[n for n in given if n not in own and n not in tied],
+            differing=[
+                *(n for n in own if n in given and given[n].shape != own[n].shape),
+                *(f"{n} (tied to {tied[n]} there: one entry, under that name)" for n in given if n in tied),
+            ],
         )
 
     def _diagnose(self, frame: Frame, error: RuntimeError | None) -> None:
@@ -170,10 +175,14 @@ class Forward:
 
 
 def _tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Every tensor in a batch: containers that torch knows, attrs records and dataclasses."""
+    """Every tensor in a batch: containers that torch knows, other mappings, attrs records and dataclasses."""
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, Tensor):
             yield leaf
+        elif isinstance(leaf, Mapping):
+            entries: Mapping[Any, Any] = leaf
+            for entry in entries.values():
+                yield from _tensors_in(entry)
         elif hasattr(leaf, "__attrs_attrs__") or hasattr(leaf, "__dataclass_fields__"):
             names = getattr(leaf, "__dataclass_fields__", None) or [a.name for a in attrs.fields(type(leaf))]
             for name in names:

@@ -98,9 +98,8 @@ def main() -> None:
     print(f"{parameters / 1e6:.1f} million parameters, {parameters * 4 / 2**20:.0f} MiB each set")
     for side, values in peaks.items():
         print(f"{side:>6}: {statistics.median(values):8.1f} MiB at the peak ({', '.join(f'{v:.1f}' for v in values)})")
-    print(
-        f" ratio: {statistics.median(peaks['fold']) / statistics.median(peaks['plain']):.4f} of the plain loop; bar 1.01"
-    )
+    ratio = statistics.median(peaks["fold"]) / statistics.median(peaks["plain"])
+    print(f" ratio: {ratio:.4f} of the plain loop; bar 1.01")
 
 
 if __name__ == "__main__":

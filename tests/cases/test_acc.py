@@ -294,11 +294,11 @@ def test_acc_5_so_are_its_measures() -> None:
         each = (model() - y) ** 2 / 2
         return Loss.mean(each.mean(), measures={"half": each.detach().mean()})
 
-    model, recorder = Probe(torch.bfloat16), Recorder()
+    model = Probe(torch.bfloat16)
     step = probe_step(model, every=1000, loss=loss)
-    fold(step, init(step, model), [torch.ones(1, dtype=torch.bfloat16)] * 1000, sinks=[recorder])
-    (update,) = of(UpdateDone, recorder.events)
-    assert float(update.measures["half"]) == pytest.approx(0.5, rel=0.01)
+    batches = [torch.ones(1, dtype=torch.bfloat16)] * 1000
+    run = fold(step, init(step, model), batches, monitors=[monitors.Mean("half")])
+    assert run.results["Mean half"] == pytest.approx(0.5, rel=0.01)
 
 
 def test_acc_5_so_is_the_loss_of_an_evaluation() -> None:

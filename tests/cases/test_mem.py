@@ -215,7 +215,7 @@ def test_mem_1_a_fact_of_the_users_own_reaches_the_event(clipped: bool) -> None:
     assert [dict(getattr(event, "facts", {})).get("mine") for event in found].count(3.0) == 1
 
 
-RECORDS = (TrainState, Frame, Window, Tensors, Event)
+RECORDS: tuple[type, ...] = (TrainState, Frame, Window, Tensors, Event)
 
 
 def records_alive() -> Counter[str]:
@@ -251,7 +251,7 @@ def test_mem_1_a_long_run_holds_no_record_of_an_earlier_step(way: str, donate: b
         state = run.state
         del run
     else:
-        state = init(step, model)
+        state = after = init(step, model)
         for after, _ in scan(step, state, stream(), donate=donate):
             state = after
         del after

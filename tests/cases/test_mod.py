@@ -6,7 +6,7 @@ Left out of MOD-1: saving to disk. Left out of MOD-4: moving a batch to a device
 import dataclasses
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import attrs
 import pytest
@@ -49,9 +49,18 @@ def tied(weight: float = 3.0) -> nn.Sequential:
 def untied(first: float, second: float) -> nn.Sequential:
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
     with torch.no_grad():
-        model[0].weight.fill_(first)
-        model[1].weight.fill_(second)
+        for weight, value in zip(weights(model), (first, second), strict=True):
+            weight.fill_(value)
     return model
+
+
+def weights(model: nn.Sequential) -> list[Tensor]:
+    """The weight of each layer, as the layer itself has it."""
+    return [cast("nn.Linear", layer).weight for layer in model]
+
+
+def values(model: nn.Sequential) -> list[float]:
+    return [weight.item() for weight in weights(model)]
 
 
 ONE = torch.ones(1, 1)
@@ -66,7 +75,8 @@ def tied_step(model: nn.Module) -> Chain:
 
 
 def is_tied(model: nn.Sequential) -> bool:
-    return model[0].weight is model[1].weight
+    first, second = weights(model)
+    return first is second
 
 
 def test_mod_1_a_tied_weight_is_one_entry() -> None:
@@ -90,10 +100,10 @@ def test_mod_1_a_fold_updates_the_tied_weight_once_by_the_whole_gradient(donate:
     assert len(run.state.params) == 1
     assert is_tied(model)
     in_module = 2.4 if donate and optimizer == "bound" else 3.0
-    assert [layer.weight.item() for layer in model] == pytest.approx([in_module] * 2)
+    assert values(model) == pytest.approx([in_module] * 2)
     run.state.load_into(model)
     assert is_tied(model)
-    assert [layer.weight.item() for layer in model] == pytest.approx([2.4] * 2)
+    assert values(model) == pytest.approx([2.4] * 2)
     assert model(ONE).item() == pytest.approx(2.4**2)
 
 
@@ -113,7 +123,7 @@ def test_mod_1_apply_leaves_the_module_and_its_tie_alone() -> None:
     assert after.params["0.weight"].item() == pytest.approx(2.4)
     assert float(of(UpdateDone, events)[0].grad_norm) == pytest.approx(6.0)
     assert is_tied(model)
-    assert model[1].weight.item() == 3.0
+    assert values(model) == [3.0, 3.0]
     # The next step is a functional call with a weight that is not the module's own: 2.4 - 0.1 · 4.8.
     again, _ = apply(step, after, ONE)
     assert again.params["0.weight"].item() == pytest.approx(1.92)
@@ -127,14 +137,14 @@ def test_mod_1_a_copy_loads_into_a_tied_module_and_stays_tied() -> None:
     other = tied(7.0)
     loaded = state.copy().load_into(other)
     assert is_tied(other)
-    assert other[1].weight.item() == pytest.approx(2.4)
-    assert loaded.params["0.weight"] is other[0].weight
+    assert values(other) == pytest.approx([2.4, 2.4])
+    assert loaded.params["0.weight"] is weights(other)[0]
     # And goes on from there, without a jump in the loss.
     other_step, recorder = tied_step(other), Recorder()
     end = fold(other_step, loaded, [ONE], sinks=[recorder])
     assert float(of(UpdateDone, recorder.events)[0].loss) == pytest.approx(2.4**2)
     assert end.state.params["0.weight"].item() == pytest.approx(1.92)
-    assert other[1].weight.item() == pytest.approx(1.92)
+    assert values(other) == pytest.approx([1.92, 1.92])
 
 
 def by_hand(first: float, second: float) -> TrainState:
@@ -147,22 +157,22 @@ def test_mod_1_two_values_for_one_tied_weight_are_refused_and_nothing_is_written
     model = tied(7.0)
     with pytest.raises(StateMismatchError, match=r"1\.weight.*tied"):
         by_hand(3.0, 4.0).load_into(model)
-    assert [layer.weight.item() for layer in model] == [7.0, 7.0]
+    assert values(model) == [7.0, 7.0]
 
 
 def test_mod_1_one_value_under_both_names_is_taken() -> None:
     model = tied(7.0)
     loaded = by_hand(3.0, 3.0).load_into(model)
     assert list(loaded.params) == ["0.weight"]
-    assert [layer.weight.item() for layer in model] == [3.0, 3.0]
+    assert values(model) == [3.0, 3.0]
     assert is_tied(model)
 
 
-@pytest.mark.parametrize("values", [(3.0, 4.0), (3.0, 3.0)])
-def test_mod_1_a_step_refuses_a_state_with_both_names_and_says_which(values: tuple[float, float]) -> None:
+@pytest.mark.parametrize("both", [(3.0, 4.0), (3.0, 3.0)])
+def test_mod_1_a_step_refuses_a_state_with_both_names_and_says_which(both: tuple[float, float]) -> None:
     # Stepped as two parameters they would part, or one of them would be ignored.
     with pytest.raises(StateMismatchError, match=r"1\.weight"):
-        apply(tied_step(tied()), by_hand(*values), ONE)
+        apply(tied_step(tied()), by_hand(*both), ONE)
 
 
 def test_mod_1_a_state_of_a_tied_model_does_not_fit_an_untied_one() -> None:
@@ -571,11 +581,11 @@ def test_mod_4_the_loss_gets_the_very_batch_that_the_stream_gave(
 def test_mod_4_what_is_in_the_batch_is_left_as_it_was() -> None:
     batch, _ = NESTED["all of them"]
     before = {key: id(value) for key, value in batch.items()}
-    values = X.clone()
+    x = X.clone()
     step = probe_step(model := Probe(), loss=lambda m, b: (m() * b["pair"][0]).sum())
     fold(step, init(step, model), [batch] * 3)
     assert {key: id(value) for key, value in batch.items()} == before
-    assert torch.equal(X, values)
+    assert torch.equal(X, x)
     assert not X.requires_grad
     assert X.grad is None
 

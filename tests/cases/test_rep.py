@@ -10,7 +10,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from pipeline import Epochs, Evaluation, EveryEpoch, EveryUpdates, Forward, apply, fold, init, scan, supervised
+from pipeline import (
+    Epochs,
+    Evaluation,
+    EveryEpoch,
+    EveryUpdates,
+    Forward,
+    Frame,
+    apply,
+    chain,
+    fold,
+    init,
+    scan,
+    supervised,
+    tap,
+)
 from pipeline.events import Event
 from pipeline.monitor import Monitor
 from pipeline.optim import Optimizer
@@ -156,6 +170,20 @@ def test_rep_1_a_sink_that_draws_does_not_move_the_training() -> None:
     assert trained(sinks=[Drawing()], publish_every=1) == trained(publish_every=1)
 
 
+def test_rep_1_nor_does_a_look_at_the_end_of_the_step_that_draws() -> None:
+    # It comes after the last draw of its own step, and before the stream draws for the next batch.
+    def scanned(*looks: Callable[[Frame], object]) -> list[bytes]:
+        model, step, seen = setting()
+        step = chain(step, *map(tap, looks))
+        fold(step, init(step, model, seed=5), train_loader(), until=Epochs(2))
+        return [batch.numpy().tobytes() for batch in seen]
+
+    def draw(frame: Frame) -> None:
+        torch.rand(3)
+
+    assert scanned(draw) == scanned()
+
+
 def test_rep_1_nor_does_a_second_loader_between_the_items_of_a_scan() -> None:
     def scanned(between: bool) -> tuple[dict[str, Any], list[bytes]]:
         model, step, seen = setting()
@@ -188,7 +216,9 @@ def set_surroundings() -> None:
     torch.manual_seed(123)
     random.seed(123)
     np.random.seed(123)
-    torch.rand(5), random.random(), np.random.rand()
+    torch.rand(5)
+    random.random()
+    np.random.rand()
 
 
 @both_ways

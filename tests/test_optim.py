@@ -1,0 +1,182 @@
+"""Optimizers as pure functions: any class, groups, settings, and state by name."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeline import Forward, Group, MaybeStep, Optimizer, fold, init, schedules, supervised
+from pipeline.errors import SettingError
+from pipeline.testing import assert_matches_loop, assert_records_equal, frame
+from tests.laws.cases import make_batches, make_model, make_step
+
+CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "Adagrad": (torch.optim.Adagrad, {"fused": False}),
+    "Adadelta": (torch.optim.Adadelta, {}),
+    "Adamax": (torch.optim.Adamax, {}),
+    "NAdam": (torch.optim.NAdam, {}),
+    "RAdam": (torch.optim.RAdam, {}),
+    "ASGD": (torch.optim.ASGD, {}),
+    "RMSprop": (torch.optim.RMSprop, {"momentum": 0.5, "centered": True}),
+    "Rprop": (torch.optim.Rprop, {}),
+    "AdamW amsgrad": (torch.optim.AdamW, {"amsgrad": True, "fused": False}),
+}
+
+
+class CountingSGD(torch.optim.Optimizer):
+    """A third party's: a plain number and a None in the state, and a counter in the group."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["steps"] = state.get("steps", 0) + 1
+                    state["extra"] = None
+                    p.sub_(p.grad * group["lr"] / (group["k"] * state["steps"]))
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_any_class_equals_its_own_loop_bit_for_bit(name: str) -> None:
+    cls, settings = CLASSES[name]
+
+    def loop(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> None:
+        optimizer = cls(model.parameters(), lr=0.01, **settings)
+        for x, y in batches:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+    model = make_model("unused")
+    step = make_step(model, 1, Optimizer(cls, lr=0.01, **settings), None)
+    assert_matches_loop(step, model, make_batches(10), loop)
+
+
+@pytest.mark.parametrize("name", [*CLASSES, "third party"])
+def test_in_place_and_copying_give_the_same_bits_and_the_same_state(name: str) -> None:
+    cls, settings = CLASSES.get(name, (CountingSGD, {}))
+    ends = []
+    for donate in (True, False):
+        model = make_model("mlp")
+        step = make_step(model, 2, Optimizer(cls, lr=0.01, **settings))
+        ends.append(fold(step, init(step, model), make_batches(8), donate=donate).state)
+    assert_records_equal(ends[0], ends[1])
+    assert len(ends[0].optimizer.tensors) + len(ends[0].optimizer.numbers) > 0 or name == "SGD"
+
+
+@pytest.mark.parametrize("cut", range(9))
+def test_a_third_partys_numbers_go_on_where_they_were(cut: int) -> None:
+    model = make_model("mlp")
+    step = make_step(model, 1, Optimizer(CountingSGD, lr=0.1))
+    state = init(step, model)
+    straight = fold(step, state.copy(), make_batches(8)).state
+    middle = fold(step, state.copy(), make_batches(8)[:cut]).state.copy()
+    rest = fold(step, middle, make_batches(8)[cut:]).state
+    assert_records_equal(rest.params, straight.params)
+    assert_records_equal(rest.optimizer, straight.optimizer)
+    assert straight.optimizer.numbers["group default/k"] == 8
+    assert straight.optimizer.of("0.weight")["steps"] == 8
+
+
+def test_frozen_parameters_stay_and_unused_ones_get_no_state() -> None:
+    for name in ("frozen", "unused"):
+        model = make_model(name)
+        still = {k: p.detach().clone() for k, p in model.named_parameters() if "never" in k or not p.requires_grad}
+        step = make_step(model, 1, Optimizer(torch.optim.AdamW, lr=0.1, weight_decay=0.5))
+        run = fold(step, init(step, model), make_batches(6))
+        for key, value in still.items():
+            assert torch.equal(dict(model.named_parameters())[key], value)
+            assert run.state.optimizer.of(key) == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_every_precision_steps_with_gradients_of_its_own(dtype: torch.dtype) -> None:
+    for settings in ({}, {"fused": False}):
+        given = frame({"w": torch.ones(2, dtype=dtype, requires_grad=True)}, sums={"w": [4.0, 8.0]}, ready=True)
+        given = given.having(update_factor=0.25)
+        after = MaybeStep(Optimizer(torch.optim.SGD, lr=0.5, **settings))(given).state.params["w"]
+        assert after.dtype == dtype
+        assert after.tolist() == [0.5, 0.0]
+
+
+def test_rates_follow_the_schedule_by_group_and_by_applied_updates() -> None:
+    rule = Optimizer(
+        torch.optim.SGD,
+        lr=lambda n: 1.0 / (1 + n),
+        groups=[Group("*.bias", lr=0.5), Group(lambda name, p: p.ndim == 2, name="matrices")],
+    )
+    assert rule.rates(3) == {"default": 0.25, "*.bias": 0.5, "matrices": 0.25}
+    assert "groups=" in repr(rule)
+
+
+def test_each_parameter_belongs_to_the_first_group_that_matches() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    rule = Optimizer(torch.optim.SGD, lr=0.0, groups=[Group("0.*", lr=1.0), Group("*.bias", lr=2.0)])
+    optimizer, names = rule.build(init(make_step(model, 1, rule), model).params)
+    assert [(g["name"], len(g["params"]), g["lr"]) for g in optimizer.param_groups] == [
+        ("default", 1, 0.0), ("0.*", 2, 1.0), ("*.bias", 1, 2.0)
+    ]  # fmt: skip
+    assert names == ["1.weight", "0.weight", "0.bias", "1.bias"]
+
+
+def test_hooks_of_the_class_are_called() -> None:
+    called: list[int] = []
+
+    class Hooked(torch.optim.SGD):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            self.register_step_post_hook(lambda *_: called.append(1))
+
+    model = make_model("mlp")
+    step = make_step(model, 1, Optimizer(Hooked, lr=0.1))
+    fold(step, init(step, model), make_batches(3))
+    assert len(called) == 3
+
+
+def test_a_window_in_which_no_item_counts_is_skipped_and_told() -> None:
+    def counted(output: Tensor, target: Tensor) -> int:
+        return int((target != -100).sum())
+
+    model = make_model("mlp")
+    forward = Forward(model, supervised(nn.functional.cross_entropy, weight=counted))
+    step = make_step(model, 1).replace("Forward", forward)
+    state = init(step, model)
+    before = state.copy()
+    x, y = make_batches(1)[0]
+    run = fold(step, state, [(x, torch.full_like(y, -100))])
+    assert (run.state.progress.updates, run.state.progress.skipped) == (0, 1)
+    assert_records_equal(run.state.params, before.params)
+    assert fold(step, run.state, [(x, y)]).state.progress.updates == 1
+
+
+class TestSchedules:
+    def test_warmup_cosine_equals_its_formula_and_torchs_counterpart(self) -> None:
+        peak, warmup, total, floor = 0.3, 5, 60, 0.01
+        schedule = schedules.warmup_cosine(peak, warmup, total, floor)
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=peak)
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total - warmup, eta_min=floor)
+        for count in range(warmup):
+            assert schedule(count) == pytest.approx(peak * (count + 1) / warmup, abs=1e-15)
+        for count in range(warmup, total):
+            assert schedule(count) == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-12)
+            optimizer.step()
+            cosine.step()
+        assert [schedule(n) for n in (total, total + 5, 10**9)] == [floor] * 3
+
+    def test_no_update_is_wasted_on_a_rate_of_zero_and_no_warmup_is_no_division_by_zero(self) -> None:
+        assert schedules.warmup_cosine(1.0, 4, 100)(0) == 0.25
+        assert schedules.warmup_cosine(1.0, 0, 100)(0) == 1.0
+        assert schedules.constant(0.5)(123) == 0.5
+
+    def test_they_print_as_written_and_refuse_what_makes_no_sense(self) -> None:
+        assert repr(schedules.warmup_cosine(1e-3, 10, 20)) == "WarmupCosine(peak=0.001, warmup=10, total=20, floor=0.0)"
+        for bad in ({"peak": -1.0}, {"warmup": 20}, {"floor": float("nan")}):
+            with pytest.raises(SettingError):
+                schedules.warmup_cosine(**{"peak": 1.0, "warmup": 10, "total": 20, **bad})

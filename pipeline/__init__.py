@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         ScaledBackward,
         supervised,
     )
-    from pipeline.until import Epochs, MicroBatches, Seconds, Tokens, Updates
+    from pipeline.until import Epochs, MicroBatches, Seconds, SkipsInRow, Tokens, Updates
 
 __all__ = [
     "Accumulate",
@@ -50,6 +50,7 @@ __all__ = [
     "Run",
     "ScaledBackward",
     "Seconds",
+    "SkipsInRow",
     "Stop",
     "Tensors",
     "Tokens",
@@ -97,7 +98,7 @@ _HOMES = {
         "ScaledBackward",
         "supervised",
     ),
-    "until": ("Epochs", "MicroBatches", "Seconds", "Tokens", "Updates"),
+    "until": ("Epochs", "MicroBatches", "Seconds", "SkipsInRow", "Tokens", "Updates"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -18,6 +18,7 @@ __all__ = [
     "EpochStarted",
     "EvalDone",
     "Event",
+    "LossScaleChanged",
     "MicroBatchDone",
     "RunEnded",
     "RunStarted",
@@ -73,7 +74,8 @@ class UpdateDone(Event):
     `rates` are the learning rates used, by group; `grad_norm` is the global norm of the mean gradient before
     clipping, and `clip_factor` what clipping multiplied it by (1 where nothing clipped); `samples` and `tokens` count
     from the start of training; `measures` map a name to (sum, weight) over the window, so that means over many
-    windows are exact; `facts` is what the transforms measured besides.
+    windows are exact; `facts` is what the transforms measured besides; `loss_scale` is
+    the one that the window had, None without.
     """
 
     loss: SupportsFloat
@@ -86,17 +88,35 @@ class UpdateDone(Event):
     tokens: int = 0
     measures: Mapping[str, tuple[SupportsFloat, SupportsFloat]] = _NOTHING
     facts: Mapping[str, SupportsFloat] = _NOTHING
+    loss_scale: float | None = None
 
 
 @attrs.frozen(kw_only=True)
 class UpdateSkipped(Event):
-    """A window ended without an update, and `reason` says why; `skipped` such windows so far."""
+    """A window ended without an update, and `reason` says why; `skipped` such windows so far, `in_row` without a break.
+
+    `micro_batch` is the first in the window, from 0, that brought a non-finite value: found by its loss, or where the
+    window has only one. None where every loss was finite and the gradient overflowed on the way back. `parameter` is
+    the first one whose gradient is not finite.
+    """
 
     reason: str
     skipped: int
+    in_row: int
     loss: SupportsFloat
     grad_norm: SupportsFloat
     micro_batches: int
+    micro_batch: int | None = None
+    parameter: str | None = None
+    loss_scale: float | None = None
+
+
+@attrs.frozen(kw_only=True)
+class LossScaleChanged(Event):
+    """The loss scale grew after enough finite windows, or backed off after a non-finite one."""
+
+    before: float
+    after: float
 
 
 @attrs.frozen(kw_only=True)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, Self
 
@@ -26,6 +27,7 @@ __all__ = [
     "Progress",
     "Rng",
     "Scalar",
+    "Skipped",
     "TrainState",
     "Window",
 ]
@@ -51,7 +53,8 @@ class Progress:
     """How far a run is. All counts are whole numbers from the start of training, on this rank.
 
     `micro_steps` micro-batches processed; `updates` applied; `skipped` windows that ended without an update;
-    `epoch` finished passes over the stream; `samples` and `tokens` seen.
+    `epoch` finished passes over the stream; `samples` and `tokens` seen; `skips_in_row` windows skipped since the last
+    update.
     """
 
     micro_steps: int = 0
@@ -60,6 +63,12 @@ class Progress:
     epoch: int = 0
     samples: int = 0
     tokens: int = 0
+    skips_in_row: int = 0
+
+    @property
+    def windows(self) -> int:
+        """Windows that ended, with an update or without."""
+        return self.updates + self.skipped
 
 
 @attrs.frozen
@@ -105,10 +114,15 @@ class LossScale:
     def after(self, finite: bool) -> LossScale:
         """The scale for the window after one whose gradients were `finite` or not."""
         if not finite:
-            return attrs.evolve(self, scale=max(self.scale * self.backoff, self.floor), finite_windows=0)
+            return attrs.evolve(self, scale=max(_float32(self.scale * self.backoff), self.floor), finite_windows=0)
         if self.finite_windows + 1 < self.interval:
             return attrs.evolve(self, finite_windows=self.finite_windows + 1)
-        return attrs.evolve(self, scale=min(self.scale * self.growth, self.ceiling), finite_windows=0)
+        return attrs.evolve(self, scale=min(_float32(self.scale * self.growth), self.ceiling), finite_windows=0)
+
+
+def _float32(value: float) -> float:
+    """Rounded as a float32 tensor would hold it."""
+    return ctypes.c_float(value).value
 
 
 @attrs.frozen(eq=False)
@@ -188,7 +202,9 @@ class Window:
     sees means, and not sums over 10^5 tokens.
 
     `grads` sums of relative weight × loss scale × gradient, in float32 or wider, for those parameters that got one;
-    `weight` sum of relative weights; `loss` sum of relative weight × loss, 0-d; `measures` name -> (sum, weight).
+    `weight` sum of relative weights; `loss` sum of relative weight × loss, 0-d; `measures` name -> (sum, weight);
+    `losses` of the micro-batches one by one, 0-d; `buffers` as they were before the window, to go back to if it is
+    skipped.
     """
 
     grads: Tensors = _EMPTY
@@ -197,6 +213,8 @@ class Window:
     loss: Scalar = 0.0
     measures: Mapping[str, tuple[Scalar, Scalar]] = _NOTHING
     micro_batches: int = 0
+    losses: tuple[Tensor, ...] = ()
+    buffers: Tensors | None = None
 
     def relative(self, weight: Scalar) -> Scalar:
         """`weight` relative to the window's first micro-batch."""
@@ -297,7 +315,8 @@ class TrainState:
         window = attrs.evolve(
             self.window,
             grads=self.window.grads.copy(),
-            **{k: _clone(getattr(self.window, k)) for k in ("weight", "reference", "loss", "measures")},
+            buffers=None if self.window.buffers is None else self.window.buffers.copy(),
+            **{k: _clone(getattr(self.window, k)) for k in ("weight", "reference", "loss", "measures", "losses")},
         )
         return attrs.evolve(
             self,
@@ -347,6 +366,15 @@ def _clone(tree: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), tree)
 
 
+@attrs.frozen
+class Skipped:
+    """Why a window ended without an update, and what brought it, where that is known."""
+
+    reason: str
+    micro_batch: int | None = None
+    parameter: str | None = None
+
+
 @attrs.frozen(eq=False, slots=False)
 class Frame:
     """One micro-batch on its way through the transforms: the state, the batch, and what has been added so far.
@@ -356,8 +384,9 @@ class Frame:
     From ScaledBackward: `grads`, this micro-batch's gradients × relative weight × loss scale.
     From Accumulate: `ready`, the window is full, and `update_factor`, what the gradients are to be multiplied by.
     From a clip: `sum_norm`, the window's gradient sums and their global norm, so that one pass over them serves all.
+    From what finds an update unwanted: `skip`, 0-d and true where it is to be skipped, and `skipped`, why.
     From MaybeStep: `applied`, whether an update was made, None when none was due; `closed`, the window that it closed;
-    `rates`, group -> learning rate used.
+    `rates`, group -> learning rate used; `scaled_by`, the loss scale that the window had; `skipped`, if it was.
     From any of them: `facts`, measured scalars by name, and `events`, what happened.
     """
 
@@ -378,6 +407,9 @@ class Frame:
     applied: bool | None = None
     closed: Window | None = None
     rates: Mapping[str, float] = _NOTHING
+    scaled_by: float | None = None
+    skip: Tensor | None = None
+    skipped: Skipped | None = None
     facts: Mapping[str, Scalar] = _NOTHING
     events: tuple[Any, ...] = ()
 

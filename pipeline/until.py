@@ -9,7 +9,7 @@ import attrs
 from pipeline.errors import SettingError
 from pipeline.records import Progress
 
-__all__ = ["AnyOf", "Epochs", "Limit", "MicroBatches", "Seconds", "Tokens", "Updates"]
+__all__ = ["AnyOf", "Epochs", "Limit", "MicroBatches", "Seconds", "SkipsInRow", "Tokens", "Updates"]
 
 
 @attrs.frozen
@@ -102,6 +102,15 @@ class Seconds(_Count):
     def reasons(self, progress: Progress, seconds: float) -> tuple[str, ...]:
         """This limit, with the warning."""
         return tuple(f"{reason} (by the clock: not reproducible)" for reason in super().reasons(progress, seconds))
+
+
+@attrs.frozen(repr=False)
+class SkipsInRow(_Count):
+    """After n windows in a row that ended without an update: a run that only overflows is over."""
+
+    def count(self, progress: Progress, seconds: float) -> float:
+        """Windows skipped since the last update."""
+        return progress.skips_in_row
 
 
 @attrs.frozen

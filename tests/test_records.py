@@ -75,7 +75,7 @@ class TestPytrees:
         assert sum(isinstance(leaf, torch.Tensor) for leaf in leaves) > len(state.params)
 
     def test_counts_are_leaves(self) -> None:
-        assert pytree.tree_leaves(Progress(1, 2, 3, 4, 5, 6)) == [1, 2, 3, 4, 5, 6]
+        assert pytree.tree_leaves(Progress(1, 2, 3, 4, 5, 6, 0)) == [1, 2, 3, 4, 5, 6, 0]
 
 
 class TestTrainState:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeline.records import Frame, Scalar
+from pipeline.tensors import Tensors
 
 __all__ = ["global_norm"]
 
@@ -41,3 +42,11 @@ def sum_norm(frame: Frame) -> Tensor:
 def normalised(norm: Tensor, factor: Scalar) -> Tensor:
     """A norm of sums in units of the gradient that the optimizer will see."""
     return norm if isinstance(factor, float) and factor == 1.0 else norm * factor
+
+
+def first_non_finite(grads: Tensors) -> str | None:
+    """The first parameter whose gradient holds an infinity or a NaN; None where all are finite. The host waits."""
+    for name, grad in grads.items():
+        if not bool(torch.isfinite(_dense(grad)).all()):
+            return name
+    return None

@@ -77,12 +77,13 @@ class Accumulate:
     def count(self, frame: Frame, sums: Tensors) -> Frame:
         """The frame with `sums` in its window, the micro-batch counted, and `ready` when the window is full."""
         state, window, weight = frame.state, frame.state.window, frame.weight
-        relative, reference, loss = window.relative(weight), window.reference, window.loss
+        relative, reference, loss, losses = window.relative(weight), window.reference, window.loss, window.losses
         if not counts_for_nothing(weight):
             if reference is None:
                 reference = torch.where(weight > 0, weight, 1.0) if isinstance(weight, Tensor) else weight
             if frame.loss is not None:
-                loss = _added(loss, _times(widened(frame.loss), relative))
+                value = widened(frame.loss)
+                loss, losses = _added(loss, _times(value, relative)), (*losses, value)
         window = Window(
             sums,
             _added(window.weight, relative),
@@ -90,10 +91,18 @@ class Accumulate:
             loss,
             _added_measures(window.measures, frame.measures) if frame.measures else window.measures,
             window.micro_batches + 1,
+            losses,
+            window.buffers,
         )
         p = state.progress
         progress = Progress(
-            p.micro_steps + 1, p.updates, p.skipped, p.epoch, p.samples + frame.samples, p.tokens + frame.tokens
+            p.micro_steps + 1,
+            p.updates,
+            p.skipped,
+            p.epoch,
+            p.samples + frame.samples,
+            p.tokens + frame.tokens,
+            p.skips_in_row,
         )
         state = TrainState(
             state.params, state.buffers, state.optimizer, window, state.loss_scale, progress, state.rng, state.slots

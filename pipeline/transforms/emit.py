@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import attrs
 from torch import Tensor
 
-from pipeline.events import Event, MicroBatchDone, UpdateDone, UpdateSkipped
+from pipeline.events import Event, LossScaleChanged, MicroBatchDone, UpdateDone, UpdateSkipped
 from pipeline.records import Frame, Scalar, Window
 
 __all__ = ["EmitEvents"]
@@ -27,12 +26,6 @@ def _bare(value: Scalar) -> Scalar:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _why_skipped(window: Window, norm: Scalar) -> str:
-    if isinstance(window.weight, (int, float)) and window.weight == 0:
-        return "no items counted"
-    return "no parameter had a gradient" if math.isfinite(norm) else "non-finite gradients"
-
-
 def _total_weight(window: Window) -> Scalar:
     reference = window.reference
     return 0.0 if reference is None else window.weight * reference
@@ -40,7 +33,7 @@ def _total_weight(window: Window) -> Scalar:
 
 @attrs.frozen
 class EmitEvents:
-    """Say what happened: an `UpdateDone` or `UpdateSkipped` for each window that ended.
+    """Say what happened: an `UpdateDone` or `UpdateSkipped` for each window that ended, then `LossScaleChanged`.
 
     Reads:    `applied`, `closed`, `rates`, `facts`, `progress`.
     Writes:   `events`. Measured values in them are 0-d tensors without a graph, still on their device.
@@ -68,32 +61,41 @@ class EmitEvents:
             loss = frame.loss.detach()
             events.append(MicroBatchDone(**at, loss=loss, weight=frame.weight, samples=frame.samples))
         if frame.applied is not None and frame.closed is not None:
-            events.append(self._of_window(frame, frame.closed, at))
+            events.append(_of_window(frame, frame.closed, at))
+            scale = frame.state.loss_scale
+            if scale is not None and frame.scaled_by is not None and scale.scale != frame.scaled_by:
+                events.append(LossScaleChanged(**at, before=frame.scaled_by, after=scale.scale))
         return frame.having(events=tuple(events))
 
-    def _of_window(self, frame: Frame, window: Window, at: Mapping[str, Any]) -> Event:
-        facts, progress = frame.facts, frame.state.progress
-        loss = _mean(window.loss, window.weight)
-        if not frame.applied:
-            return UpdateSkipped(
-                **at,
-                reason=_why_skipped(window, facts["grad_norm"]),
-                skipped=progress.skipped,
-                loss=loss,
-                grad_norm=facts["grad_norm"],
-                micro_batches=window.micro_batches,
-            )
-        more = {name: _bare(value) for name, value in facts.items() if name not in _TYPED}
-        return UpdateDone(
+
+def _of_window(frame: Frame, window: Window, at: Mapping[str, Any]) -> Event:
+    facts, progress = frame.facts, frame.state.progress
+    loss = _mean(window.loss, window.weight)
+    if frame.skipped is not None:
+        return UpdateSkipped(
             **at,
+            reason=frame.skipped.reason,
+            micro_batch=frame.skipped.micro_batch,
+            parameter=frame.skipped.parameter,
+            skipped=progress.skipped,
+            in_row=progress.skips_in_row,
             loss=loss,
-            weight=_total_weight(window),
-            micro_batches=window.micro_batches,
-            rates=frame.rates,
             grad_norm=facts["grad_norm"],
-            clip_factor=facts.get("clip_factor", 1.0),
-            samples=progress.samples,
-            tokens=progress.tokens,
-            measures=window.measures,
-            facts=more,
+            micro_batches=window.micro_batches,
+            loss_scale=frame.scaled_by,
         )
+    more = {name: _bare(value) for name, value in facts.items() if name not in _TYPED}
+    return UpdateDone(
+        **at,
+        loss=loss,
+        weight=_total_weight(window),
+        micro_batches=window.micro_batches,
+        rates=frame.rates,
+        grad_norm=facts["grad_norm"],
+        clip_factor=facts.get("clip_factor", 1.0),
+        samples=progress.samples,
+        tokens=progress.tokens,
+        measures=window.measures,
+        facts=more,
+        loss_scale=frame.scaled_by,
+    )

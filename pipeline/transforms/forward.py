@@ -48,7 +48,7 @@ class Forward:
     Reads:    `params`, `buffers`, `batch`.
     Writes:   `loss`, 0-d mean; `weight`, the count of items in it; `measures`, name -> (sum, weight); `samples`,
               `tokens`, counts; `output`, if the loss function gave one; `buffers`, as the forward leaves them
-              (BatchNorm statistics).
+              (BatchNorm statistics); `window.buffers`, as they were before the window.
     Edges:    `samples`, where the loss gives none, is the first dimension of the first tensor in the batch that
               has one. The module's mode (train, eval) is the caller's and is left alone. BatchNorm statistics are
               those of the micro-batches. What a module keeps in plain Python attributes is no state: copies share it.
@@ -76,6 +76,9 @@ class Forward:
 
     def __call__(self, frame: Frame) -> Frame:
         state = frame.state
+        if self._buffers and state.window.buffers is None:
+            before = state.buffers.copy() if state.buffers.is_owned else state.buffers
+            state = attrs.evolve(state, window=attrs.evolve(state.window, buffers=before))
         try:
             result, buffers = self._direct(frame) if self._is_bound(frame) else self._functional(frame)
             loss = result if isinstance(result, Loss) else self._plain(result)

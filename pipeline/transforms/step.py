@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import attrs
+import torch
 
 from pipeline.errors import SettingError
-from pipeline.records import Frame, OptimizerState, Progress, Scalar, TrainState, Window
+from pipeline.records import Frame, OptimizerState, Progress, Scalar, Skipped, TrainState, Window
 from pipeline.tensors import Tensors
-from pipeline.transforms._norm import normalised, sum_norm
+from pipeline.transforms._norm import first_non_finite, normalised, sum_norm
 
 __all__ = ["MaybeStep", "UpdateRule"]
 
@@ -48,12 +49,15 @@ class UpdateRule(Protocol):
 class MaybeStep:
     """Update the parameters if the window is full and its gradients are finite.
 
-    Reads:    `ready`, `window`, `update_factor`; `params`, `optimizer`; `progress.updates`, which the schedule counts.
+    Reads:    `ready`, `window`, `update_factor`, `skip`; `params`, `optimizer`; `progress.updates`, which the schedule
+              counts.
     Writes:   `params`, `optimizer`, an empty `window`, `progress`, `loss_scale`; `applied`, whether an update was
-              made; `closed`, the window that ended, without its gradients; `rates`, group -> learning rate used.
+              made, and `skipped`, why not; `closed`, the window that ended, without its gradients; `rates`, group ->
+              learning rate used; `scaled_by`.
     Measures: `grad_norm`, in units of the normalised gradient, where nothing before has: finiteness is read from it.
-    Edges:    nothing while the window is open. Non-finite gradients, or none at all: parameters, optimizer state and
-              schedule stay as they are and the window counts as skipped.
+    Edges:    nothing while the window is open. Non-finite gradients, none at all, or a `skip` asked for before:
+              parameters, optimizer state and schedule stay as they are, buffers (BatchNorm statistics) go back to
+              what they were before the window, and the window counts as skipped.
     Args:     optimizer: `Optimizer(...)`, or anything with the methods of `UpdateRule`.
     Raises:   SettingError, when built, for a torch optimizer or its class in place of `Optimizer(...)`.
     """
@@ -85,42 +89,84 @@ class MaybeStep:
         else:
             norm = normalised(sum_norm(frame), factor)
             facts = {**facts, "grad_norm": norm}
-        finite = math.isfinite(norm)
-        params, optimizer = state.params, state.optimizer
+        # The one value that the host reads: below 0 where the update is not wanted, the norm otherwise.
+        read = float(norm if frame.skip is None else torch.where(frame.skip, -1.0, norm))
+        finite = math.isfinite(read)
+        params, buffers, optimizer = state.params, state.buffers, state.optimizer
         rates = self.optimizer.rates(p.updates)
-        applied = finite and counted
+        applied = finite and counted and read >= 0
         if applied:
             params, optimizer = self.optimizer.update(
                 params, window.grads, optimizer, rates=rates, factor=factor, count=p.updates
             )
-        elif params.is_owned:  # the sums are let go of here, and not when the next window starts
-            for param in params.flat:
-                param.grad = None
-        updates, skipped = (p.updates + 1, p.skipped) if applied else (p.updates, p.skipped + 1)
+        else:
+            buffers = _before(window, buffers, p.updates)
+            if params.is_owned:  # the sums are let go of here, and not when the next window starts
+                for param in params.flat:
+                    param.grad = None
         scale = state.loss_scale
         state = TrainState(
             params,
-            state.buffers,
+            buffers,
             optimizer,
             Window(),
             scale if scale is None or not counted else scale.after(finite),
-            Progress(p.micro_steps, updates, skipped, p.epoch, p.samples, p.tokens),
+            _counted(p, applied),
             state.rng,
             state.slots,
-        )
-        closed = Window(
-            weight=window.weight,
-            reference=window.reference,
-            loss=window.loss,
-            measures=window.measures,
-            micro_batches=window.micro_batches,
         )
         return frame.having(
             state=state,
             ready=False,
             applied=applied,
-            closed=closed,
+            skipped=None if applied else _why(frame, window, read, counted),
+            closed=_without_tensors(window),
             rates=rates,
+            scaled_by=None if scale is None else scale.scale,
             facts=facts,
             sum_norm=None,
         )
+
+
+def _counted(p: Progress, applied: bool) -> Progress:
+    if applied:
+        return Progress(p.micro_steps, p.updates + 1, p.skipped, p.epoch, p.samples, p.tokens)
+    return Progress(p.micro_steps, p.updates, p.skipped + 1, p.epoch, p.samples, p.tokens, p.skips_in_row + 1)
+
+
+def _why(frame: Frame, window: Window, read: float, counted: bool) -> Skipped:
+    """What the host looks up once it knows that there will be no update."""
+    if read < 0:
+        return frame.skipped or Skipped("asked for by a transform")
+    if not counted:
+        return Skipped("no parameter had a gradient" if window.weight else "no items counted")
+    losses = [math.isfinite(loss) for loss in window.losses]
+    first = losses.index(False) if False in losses else None
+    if first is None and window.micro_batches == 1:
+        first = 0
+    return Skipped("non-finite gradients", first, first_non_finite(window.grads))
+
+
+def _before(window: Window, buffers: Tensors, update: int) -> Tensors:
+    """The buffers as they were before the window: written back where they are owned, the old record otherwise."""
+    if window.buffers is None:
+        return buffers
+    if not buffers.is_owned:
+        return window.buffers
+    buffers = buffers.owned(update)
+    with torch.no_grad():
+        for now, then in zip(buffers.flat, window.buffers.flat, strict=True):
+            now.copy_(then)
+    return buffers
+
+
+def _without_tensors(window: Window) -> Window:
+    """What events tell of a window: all but its gradients and buffers, which are let go of."""
+    return Window(
+        weight=window.weight,
+        reference=window.reference,
+        loss=window.loss,
+        measures=window.measures,
+        micro_batches=window.micro_batches,
+        losses=window.losses,
+    )

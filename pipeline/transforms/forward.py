@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -14,6 +14,7 @@ from pipeline._binding import tied_names
 from pipeline.errors import DeviceError, LossError, SettingError, StateMismatchError
 from pipeline.records import Frame, Loss, Scalar
 from pipeline.tensors import Tensors
+from pipeline.transforms._recompute import chosen, recomputed
 
 __all__ = ["Forward", "supervised"]
 
@@ -41,7 +42,11 @@ def _buffer_places(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
     return places
 
 
-@attrs.frozen
+def _patterns(given: str | Iterable[str]) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+@attrs.frozen(repr=False)
 class Forward:
     """Run the loss function on the batch with the state's parameters.
 
@@ -54,14 +59,20 @@ class Forward:
               those of the micro-batches. What a module keeps in plain Python attributes is no state: copies share it.
     Args:     model: the module; loss: `loss(model, batch)` that returns a 0-d mean, `Loss.mean(…)` or `Loss.sum(…)`.
               While it runs, `model` holds the frame's parameters, whether they are its own or not. `batch` may be any
-              container.
-    Raises:   LossError for another shape; DeviceError; StateMismatchError for the state of another model.
+              container. autocast: `torch.bfloat16` or `torch.float16`, in which the forward then runs as under
+              `torch.autocast`; parameters keep their dtype. recompute: patterns on the names of submodules ("blocks.*")
+              whose activations are computed again in the backward pass instead of kept; the same numbers, less memory.
+    Raises:   SettingError, when built; LossError for another shape; DeviceError; StateMismatchError for the state of
+              another model.
     """
 
-    model: nn.Module = attrs.field(repr=lambda m: type(m).__name__)
-    loss: LossFunction = attrs.field(repr=lambda f: getattr(f, "__qualname__", None) or repr(f))
-    _whole: _LossOfModel = attrs.field(init=False, eq=False, repr=False)
-    _buffers: list[tuple[dict[str, Any], str]] = attrs.field(init=False, eq=False, repr=False)
+    model: nn.Module
+    loss: LossFunction
+    autocast: torch.dtype | None = None
+    recompute: tuple[str, ...] = attrs.field(default=(), converter=_patterns)
+    _whole: _LossOfModel = attrs.field(init=False, eq=False)
+    _buffers: list[tuple[dict[str, Any], str]] = attrs.field(init=False, eq=False)
+    _recomputed: list[nn.Module] = attrs.field(init=False, eq=False)
 
     reads = frozenset({"params", "buffers", "batch"})
     writes = frozenset({"loss", "weight", "measures", "samples", "output", "buffers"})
@@ -71,6 +82,9 @@ class Forward:
             raise SettingError("Forward.model", "a torch.nn.Module", self.model)
         if not callable(self.loss):
             raise SettingError("Forward.loss", "a function loss(model, batch)", self.loss)
+        if self.autocast not in (None, torch.bfloat16, torch.float16):
+            raise SettingError("Forward.autocast", "torch.bfloat16, torch.float16 or None", self.autocast)
+        object.__setattr__(self, "_recomputed", chosen(self.model, self.recompute))
         object.__setattr__(self, "_whole", _LossOfModel(self.model, self.loss))
         object.__setattr__(self, "_buffers", _buffer_places(self.model))
 
@@ -80,7 +94,11 @@ class Forward:
             before = state.buffers.copy() if state.buffers.is_owned else state.buffers
             state = attrs.evolve(state, window=attrs.evolve(state.window, buffers=before))
         try:
-            result, buffers = self._direct(frame) if self._is_bound(frame) else self._functional(frame)
+            if self.autocast is None:
+                result, buffers = self._run(frame)
+            else:
+                with torch.autocast(state.params.flat[0].device.type, self.autocast):
+                    result, buffers = self._run(frame)
             loss = result if isinstance(result, Loss) else self._plain(result)
             self._check(loss, frame)
         except RuntimeError as error:
@@ -98,6 +116,15 @@ class Forward:
             output=loss.output,
         )
 
+    def _run(self, frame: Frame) -> tuple[Any, Tensors]:
+        """What the loss function gave, and the buffers after it."""
+        if not self._is_bound(frame):
+            return self._functional(frame)
+        if not self._recomputed:
+            return self._direct(frame)
+        with recomputed(self._recomputed):
+            return self._direct(frame)
+
     def _direct(self, frame: Frame) -> tuple[Any, Tensors]:
         """The module itself, which holds the state's very tensors."""
         buffers = frame.state.buffers
@@ -112,7 +139,10 @@ class Forward:
         return result, buffers
 
     def _functional(self, frame: Frame) -> tuple[Any, Tensors]:
-        """The module with the state's tensors put under it for the length of the call."""
+        """The module with the state's tensors put under it for the length of the call.
+
+        Nothing is recomputed here: by the time of the backward pass the module has its own tensors back.
+        """
         state = frame.state
         self._check_names(state.params, state.buffers)
         buffers = state.buffers.writable(frame.began.updates) if self._buffers else state.buffers
@@ -132,6 +162,15 @@ class Forward:
         if params.is_owned and (buffers.is_owned or not buffers):
             return True
         return not self._buffers or not any(m.training for m in self.model.modules())
+
+    def __repr__(self) -> str:
+        parts = [
+            f"model={type(self.model).__name__}",
+            f"loss={getattr(self.loss, '__qualname__', None) or self.loss!r}",
+        ]
+        parts += [] if self.autocast is None else [f"autocast={self.autocast}"]
+        parts += [f"recompute={self.recompute!r}"] if self.recompute else []
+        return f"Forward({', '.join(parts)})"
 
     def _plain(self, value: object) -> Loss:
         if not isinstance(value, Tensor):

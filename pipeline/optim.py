@@ -17,13 +17,14 @@ from pipeline.errors import OptimizerMismatchError, SettingError
 from pipeline.records import OptimizerState, Scalar, TrainState
 from pipeline.tensors import Lease, Tensors
 
-__all__ = ["Group", "Optimizer", "Rate"]
+__all__ = ["Group", "Optimizer", "Rate", "layer_decay", "no_decay"]
 
 Rate = float | Callable[[int], float]
 """A learning rate, or a schedule: a function of the update count, from 0."""
 
 _FUSED_ON = frozenset({"cpu", "cuda", "xpu", "mps"})
 _DEFAULT = "default"
+_MASTER = "master"
 
 
 def _check_rate(setting: str, lr: object) -> None:
@@ -86,10 +87,17 @@ class Optimizer:
     cls: type[torch.optim.Optimizer]
     lr: Rate
     groups: tuple[Group, ...]
+    masters: bool
     settings: Mapping[str, Any]
 
     def __init__(
-        self, cls: type[torch.optim.Optimizer], lr: Rate, *, groups: Iterable[Group] = (), **settings: Any
+        self,
+        cls: type[torch.optim.Optimizer],
+        lr: Rate,
+        *,
+        groups: Iterable[Group] = (),
+        masters: bool = False,
+        **settings: Any,
     ) -> None:
         if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise SettingError("Optimizer.cls", "a subclass of torch.optim.Optimizer", cls)
@@ -110,7 +118,7 @@ class Optimizer:
                     raise SettingError(
                         f"Optimizer setting {name!r}", f"one that {cls.__name__} takes", name, known + "."
                     )
-        self.__attrs_init__(cls, lr, groups, settings)  # pyright: ignore[reportAttributeAccessIssue]
+        self.__attrs_init__(cls, lr, groups, masters, settings)  # pyright: ignore[reportAttributeAccessIssue]
 
     # -- the schedule -------------------------------------------------------------------------------------------
 
@@ -189,8 +197,44 @@ class Optimizer:
     def __repr__(self) -> str:
         parts = [self.cls.__name__, f"lr={self.lr!r}"]
         parts += [f"groups={list(self.groups)!r}"] if self.groups else []
+        parts += ["masters=True"] if self.masters else []
         parts += [f"{key}={value!r}" for key, value in self.settings.items()]
         return f"Optimizer({', '.join(parts)})"
+
+
+def no_decay(*patterns: str) -> Group:
+    """The group that weight decay leaves alone: biases, norms and other parameters of fewer than two dimensions.
+
+    Args: patterns: on the names of further ones, such as "embedding.*".
+    """
+
+    def unshaped(name: str, tensor: Tensor) -> bool:
+        return tensor.ndim < 2 or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+    return Group(unshaped, name="no decay", weight_decay=0.0)
+
+
+@attrs.frozen
+class _Scaled:
+    lr: Rate
+    factor: float
+
+    def __call__(self, count: int) -> float:
+        return _rate(self.lr, count) * self.factor
+
+
+def layer_decay(layers: Sequence[str], lr: Rate, decay: float, **settings: Any) -> list[Group]:
+    """Groups whose rate falls by `decay` with each layer away from the output.
+
+    Args: layers: patterns on names, from the input to the output: `["embed.*", "blocks.0.*", "blocks.1.*", "head.*"]`;
+          the last has the rate `lr` itself.
+    Raises: SettingError unless 0 < decay <= 1.
+    Source: Howard, Ruder 2018, arXiv:1801.06146, discriminative fine-tuning.
+    """
+    if not 0 < decay <= 1:
+        raise SettingError("layer_decay(decay)", "above 0 and at most 1", decay)
+    last = len(layers) - 1
+    return [Group(name, lr=_Scaled(lr, decay ** (last - i)), **settings) for i, name in enumerate(layers)]
 
 
 def _rate(lr: Rate, count: int) -> float:
@@ -210,6 +254,16 @@ def _bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
     return functools.partial(bare, optimizer)
 
 
+def _masters(params: Tensors, kept: Tensors) -> dict[str, Tensor]:
+    """A float32 leaf for each narrower parameter: the one in the state, or the parameter as it is now."""
+    masters: dict[str, Tensor] = {}
+    for name, param in params.items():
+        if param.is_floating_point() and torch.finfo(param.dtype).bits < 32:
+            master = kept[f"{name}/{_MASTER}"] if f"{name}/{_MASTER}" in kept else param.detach().float()
+            masters[name] = master.requires_grad_(param.requires_grad)
+    return masters
+
+
 class _Running:
     """A torch optimizer over the parameters of one lineage of states; the newest of them alone may step it."""
 
@@ -217,8 +271,10 @@ class _Running:
         self.lease = Lease()
         self.rule = rule
         self.params = params.flat
-        self.optimizer, self.names = rule.build(params)
-        self._order: list[Tensor] = [params[name] for name in self.names]
+        self.masters = _masters(params, tensors) if rule.masters else {}
+        self.stepped = Tensors.over(params, [self.masters.get(name, p) for name, p in params.items()])
+        self.optimizer, self.names = rule.build(self.stepped)
+        self._order: list[Tensor] = [self.stepped[name] for name in self.names]
         self._can_scale = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False)) and all(
             group.get("fused") for group in self.optimizer.param_groups
         )
@@ -238,30 +294,44 @@ class _Running:
         groups = {f"group {g['name']}": g for g in self.optimizer.param_groups}
         for key, value in entries.items():
             owner, _, entry = key.rpartition("/")
+            if entry == _MASTER:
+                continue
             if owner in by_name:
                 self.optimizer.state[by_name[owner]][entry] = value
             elif owner in groups:
                 groups[owner][entry] = value
 
     def step(self, params: Tensors, grads: Tensors, rates: Mapping[str, float], factor: Scalar) -> None:
+        """One update of the very tensors in `params`, from gradients that may be written to."""
         for group in self.optimizer.param_groups:
             group["lr"] = rates[group["name"]]
-        index = grads.index
-        flat = grads.flat
-        for name, param in zip(params.index, params.flat, strict=True):
+        index, flat = grads.index, grads.flat
+        narrow: list[tuple[Tensor, Tensor]] = []
+        for name, param in zip(self.stepped.index, self.stepped.flat, strict=True):
             place = index.get(name)
-            grad = None if place is None else flat[place]
-            param.grad = grad if grad is None or grad.dtype == param.dtype else None
-        low = [n for n in index if flat[index[n]].dtype != params[n].dtype]
-        self._scale(flat, factor, bool(low))
-        for name in low:  # sums are wider than the parameter: normalised first, rounded once
-            params[name].grad = grads[name].to(params[name].dtype)
+            param.grad = None
+            if place is not None and flat[place].dtype == param.dtype:
+                param.grad = flat[place]
+            elif place is not None:
+                narrow.append((param, flat[place]))
+        self._scale(flat, factor, bool(narrow))
+        for param, grad in narrow:  # sums are wider than the parameter: normalised first, rounded once
+            param.grad = grad.to(param.dtype)
         try:
             self._step()
         except KeyError as error:
             raise OptimizerMismatchError(self.rule.cls.__name__, str(error.args[0])) from error
-        for param in params.flat:
+        for param in self.stepped.flat:
             param.grad = None
+        if self.masters:
+            self._round_back(params)
+
+    def _round_back(self, params: Tensors) -> None:
+        """The parameters from their masters."""
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                params[name].copy_(master)
+                params[name].grad = None
 
     def _scale(self, grads: Sequence[Tensor], factor: Scalar, now: bool) -> None:
         """Multiply the gradients by `factor`: inside the optimizer's kernel where it can, else in place."""
@@ -281,6 +351,8 @@ class _Running:
         for name, param in zip(self.names, self._order, strict=True):
             for key, value in self.optimizer.state.get(param, {}).items():
                 yield f"{name}/{key}", value
+        for name, master in self.masters.items():
+            yield f"{name}/{_MASTER}", master
 
     def tensors(self) -> dict[str, Tensor]:
         """The optimizer's state that is tensors, by `parameter/key`, and the groups' by `group name/key`."""

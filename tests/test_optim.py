@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline import Forward, Group, MaybeStep, Optimizer, fold, init, schedules, supervised
+from pipeline import Forward, Frame, Group, MaybeStep, Optimizer, fold, init, schedules, supervised
 from pipeline.errors import SettingError
+from pipeline.optim import layer_decay, no_decay
 from pipeline.testing import assert_matches_loop, assert_records_equal, frame
 from tests.laws.cases import make_batches, make_model, make_step
 
@@ -180,3 +182,67 @@ class TestSchedules:
         for bad in ({"peak": -1.0}, {"warmup": 20}, {"floor": float("nan")}):
             with pytest.raises(SettingError):
                 schedules.warmup_cosine(**{"peak": 1.0, "warmup": 10, "total": 20, **bad})
+
+
+class TestMasters:
+    """Narrow parameters stepped through float32 masters."""
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("settings", [{}, {"fused": False}])
+    @pytest.mark.parametrize("donate", [True, False])
+    def test_they_equal_a_float32_run_rounded(self, dtype: torch.dtype, settings: dict[str, Any], donate: bool) -> None:
+        given = torch.linspace(-1, 1, 8)
+        grads = [torch.randn(8, generator=torch.Generator().manual_seed(i)) * 1e-2 for i in range(50)]
+        narrow = frame({"w": given.to(dtype).requires_grad_()}).state
+        wide = frame({"w": given.to(dtype).float().requires_grad_()}).state
+        ends = []
+        for state, masters in ((narrow, True), (wide, False)):
+            rule = MaybeStep(Optimizer(torch.optim.AdamW, lr=1e-4, masters=masters, **settings))
+            now = state.owned() if donate else state
+            for grad in grads:
+                window = frame(sums={"w": grad.clone()}).state.window
+                now = attrs.evolve(now, window=window)
+                now = rule(Frame(now).having(ready=True)).state
+            ends.append(now)
+        assert_records_equal(ends[0].optimizer.of("w")["master"].detach(), ends[1].params["w"].detach())
+        assert_records_equal(ends[0].params["w"].detach(), ends[1].params["w"].detach().to(dtype))
+        assert ends[0].params["w"].dtype == dtype
+
+    def test_small_updates_add_up_where_they_round_away_without(self) -> None:
+        moved = []
+        for masters in (True, False):
+            rule = MaybeStep(Optimizer(torch.optim.SGD, lr=1e-3, masters=masters))
+            state = frame({"w": torch.ones(1, dtype=torch.bfloat16, requires_grad=True)}).state
+            for _ in range(100):
+                window = frame(sums={"w": [1.0]}).state.window
+                state = rule(Frame(attrs.evolve(state, window=window)).having(ready=True)).state
+            moved.append(float(state.params["w"].detach()))
+        assert moved == [pytest.approx(0.9, abs=0.004), 1.0]
+
+    def test_they_go_on_from_a_copy_of_the_state(self) -> None:
+        model = make_model("mlp", dtype=torch.bfloat16)
+        batches = [(x.bfloat16(), y) for x, y in make_batches(8)]
+        step = make_step(model, 1, Optimizer(torch.optim.AdamW, lr=1e-3, masters=True))
+        state = init(step, model)
+        straight = fold(step, state.copy(), batches).state
+        middle = fold(step, state.copy(), batches[:3]).state.copy()
+        rest = fold(step, middle, batches[3:]).state
+        assert_records_equal(rest.params, straight.params)
+        assert_records_equal(rest.optimizer, straight.optimizer)
+        bound = fold(step, state, batches).state
+        assert_records_equal(bound.params, straight.params)
+
+
+def test_no_decay_and_layer_decay_are_groups() -> None:
+    model = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2))
+    rule = Optimizer(torch.optim.AdamW, lr=1.0, weight_decay=0.5, groups=[no_decay("0.*")])
+    optimizer, _ = rule.build(init(lambda f: f, model).params)
+    assert [(g["name"], len(g["params"]), g["weight_decay"]) for g in optimizer.param_groups] == [
+        ("default", 2, 0.5), ("no decay", 5, 0.0)
+    ]  # fmt: skip
+    groups = layer_decay(["0.*", "1.*", "2.*", "3.*"], lr=lambda n: 1.0 / (n + 1), decay=0.5)
+    assert Optimizer(torch.optim.SGD, lr=9.0, groups=groups).rates(1) == {
+        "default": 9.0, "0.*": 0.0625, "1.*": 0.125, "2.*": 0.25, "3.*": 0.5
+    }  # fmt: skip
+    with pytest.raises(SettingError):
+        layer_decay(["a"], lr=1.0, decay=0.0)

@@ -34,6 +34,7 @@ from pipeline import (
 )
 from pipeline.testing import frame
 from pipeline.transform import Chain, Transform
+from pipeline.transforms import DropNonFinite, SkipSpikes
 
 IN, OUT = 6, 3
 
@@ -189,6 +190,17 @@ def _step(seed: int, **settings: Any) -> tuple[Transform, Frame]:
     return MaybeStep(rule), _window_frame(seed, loss_scale=LossScale(scale=4.0))
 
 
+def _skipped_step(seed: int) -> tuple[Transform, Frame]:
+    step, given = _step(seed)
+    return step, given.having(skip=torch.tensor(True))
+
+
+def _spikes(seed: int) -> tuple[Transform, Frame]:
+    spikes = SkipSpikes(over=4, least=1)
+    given = _window_frame(seed)
+    return spikes, given.having(state=spikes.init(given.state))
+
+
 def _emit(seed: int) -> tuple[Transform, Frame]:
     closed = Window(weight=2.0, reference=3.0, loss=torch.tensor(4.0), micro_batches=2)
     facts = {"grad_norm": torch.tensor(1.0 + seed)}
@@ -228,6 +240,9 @@ CASES = [
     Case("ClipByGlobalNorm", frozenset({"ClipByGlobalNorm"}), _clip),
     Case("MaybeStep fused", frozenset({"MaybeStep", "Optimizer"}), _step),
     Case("MaybeStep", frozenset({"MaybeStep", "Optimizer"}), lambda seed: _step(seed, fused=False)),
+    Case("MaybeStep skipping", frozenset({"MaybeStep"}), _skipped_step),
+    Case("DropNonFinite", frozenset({"DropNonFinite"}), lambda seed: (DropNonFinite(), _accumulate(seed)[1])),
+    Case("SkipSpikes", frozenset({"SkipSpikes"}), _spikes),
     Case("EmitEvents", frozenset({"EmitEvents"}), _emit),
     Case("when", frozenset({"when"}), _wrap(lambda t: when(lambda f: f.ready, t))),
     Case("branch", frozenset({"branch"}), _wrap(lambda t: branch(lambda f: not f.ready, chain(), t))),

@@ -5,7 +5,17 @@ import inspect
 from pipeline import combinators, optim, transform, transforms
 from tests.laws.cases import CASES
 
-NOT_TRANSFORMS = {"UpdateRule", "global_norm", "normalised_norm", "Chain", "Transform", "Group", "Rate"}
+NOT_TRANSFORMS = {
+    "UpdateRule",
+    "global_norm",
+    "normalised_norm",
+    "Chain",
+    "Transform",
+    "Group",
+    "Rate",
+    "layer_decay",
+    "no_decay",
+}
 
 
 def test_every_public_transform_is_on_the_list() -> None:

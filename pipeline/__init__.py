@@ -13,26 +13,42 @@ if TYPE_CHECKING:
     from pipeline import errors, events, monitors, schedules, sinks, testing
     from pipeline.combinators import branch, every, repeat, tap, when
     from pipeline.evaluation import Evaluation, EveryEpoch, EveryUpdates
+    from pipeline.initialisation import initialise
     from pipeline.loop import Run, apply, fold, init, run_of, scan
-    from pipeline.monitor import Stop, replay
-    from pipeline.optim import Group, Optimizer
+    from pipeline.monitor import ScaleRate, Stop, replay
+    from pipeline.optim import Group, Optimizer, layer_decay, no_decay
     from pipeline.records import Frame, Loss, LossScale, Progress, TrainState, Window
     from pipeline.tensors import Tensors
     from pipeline.transform import Transform, chain, named
     from pipeline.transforms import (
         Accumulate,
+        AdaptiveClip,
+        AverageWeights,
         ClipByGlobalNorm,
+        ClipByGroupNorm,
+        ClipByValue,
+        ClipPerParameter,
+        DropNonFinite,
         EmitEvents,
         Forward,
         MaybeStep,
         ScaledBackward,
+        SharpnessAware,
+        SkipSpikes,
+        averaged,
         supervised,
     )
     from pipeline.until import Epochs, MicroBatches, Seconds, SkipsInRow, Tokens, Updates
 
 __all__ = [
     "Accumulate",
+    "AdaptiveClip",
+    "AverageWeights",
     "ClipByGlobalNorm",
+    "ClipByGroupNorm",
+    "ClipByValue",
+    "ClipPerParameter",
+    "DropNonFinite",
     "EmitEvents",
     "Epochs",
     "Evaluation",
@@ -48,8 +64,11 @@ __all__ = [
     "Optimizer",
     "Progress",
     "Run",
+    "ScaleRate",
     "ScaledBackward",
     "Seconds",
+    "SharpnessAware",
+    "SkipSpikes",
     "SkipsInRow",
     "Stop",
     "Tensors",
@@ -59,6 +78,7 @@ __all__ = [
     "Updates",
     "Window",
     "apply",
+    "averaged",
     "branch",
     "chain",
     "errors",
@@ -66,8 +86,11 @@ __all__ = [
     "every",
     "fold",
     "init",
+    "initialise",
+    "layer_decay",
     "monitors",
     "named",
+    "no_decay",
     "repeat",
     "replay",
     "run_of",
@@ -83,19 +106,29 @@ __all__ = [
 _HOMES = {
     "combinators": ("branch", "every", "repeat", "tap", "when"),
     "evaluation": ("Evaluation", "EveryEpoch", "EveryUpdates"),
+    "initialisation": ("initialise",),
     "loop": ("Run", "apply", "fold", "init", "run_of", "scan"),
-    "monitor": ("Stop", "replay"),
-    "optim": ("Group", "Optimizer"),
+    "monitor": ("ScaleRate", "Stop", "replay"),
+    "optim": ("Group", "Optimizer", "layer_decay", "no_decay"),
     "records": ("Frame", "Loss", "LossScale", "Progress", "TrainState", "Window"),
     "tensors": ("Tensors",),
     "transform": ("Transform", "chain", "named"),
     "transforms": (
         "Accumulate",
+        "AdaptiveClip",
+        "AverageWeights",
         "ClipByGlobalNorm",
+        "ClipByGroupNorm",
+        "ClipByValue",
+        "ClipPerParameter",
+        "DropNonFinite",
         "EmitEvents",
         "Forward",
         "MaybeStep",
         "ScaledBackward",
+        "SharpnessAware",
+        "SkipSpikes",
+        "averaged",
         "supervised",
     ),
     "until": ("Epochs", "MicroBatches", "Seconds", "SkipsInRow", "Tokens", "Updates"),

@@ -9,7 +9,9 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
+from pipeline.errors import LossError
 from pipeline.events import Event
 
 __all__ = ["settle", "to_host"]
@@ -42,8 +44,21 @@ def settle(events: Sequence[Event]) -> list[Event]:
             _map(getattr(event, name), note)
     if not found:
         return list(events)
+    if any(value.ndim for value in found):
+        raise _not_0d(events)
     numbers = iter(to_host(found))
     return [_settled(event, lambda value: next(numbers) if isinstance(value, Tensor) else value) for event in events]
+
+
+def _not_0d(events: Sequence[Event]) -> LossError:
+    """The error that names the first measured value which is no single number."""
+    for event in events:
+        for name in _measured(type(event)):
+            for leaf in pytree.tree_leaves({name: getattr(event, name)}):
+                if isinstance(leaf, Tensor) and leaf.ndim:
+                    where, got = f"{type(event).__name__}.{name}", f"a tensor of shape {tuple(leaf.shape)}"
+                    return LossError(where, "0-d where it is measured", got, "reduce it, or take it out of the facts")
+    raise AssertionError("called without such a value")
 
 
 def _map(value: Any, fn: Callable[[Any], Any]) -> Any:

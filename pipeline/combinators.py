@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import attrs
 
+from pipeline._checks import whole
 from pipeline._declared import fields, is_declared, name_of, show
 from pipeline.errors import NotATransformError, SettingError
 from pipeline.records import Frame, TrainState
@@ -36,7 +37,13 @@ class _Wrapper:
     def _inner(self) -> tuple[Transform, ...]:
         raise NotImplementedError
 
+    @property
+    def _always(self) -> bool:
+        return True
+
     def __getattr__(self, attribute: str) -> Any:
+        if attribute == "uses_up" and not self._always:
+            return frozenset[str]()  # what is used up only now and then may be there for the next one
         if attribute in ("reads", "writes", "uses_up") and all(is_declared(t) for t in self._inner):
             return frozenset[str]().union(*(fields(t, attribute) for t in self._inner))
         if attribute == "init" and any(hasattr(t, "init") for t in self._inner):
@@ -70,6 +77,10 @@ class _When(_Wrapper):
     @property
     def _inner(self) -> tuple[Transform, ...]:
         return (self.then,) if self.otherwise is None else (self.then, self.otherwise)
+
+    @property
+    def _always(self) -> bool:
+        return self.otherwise is not None
 
     def __call__(self, frame: Frame) -> Frame:
         if self.predicate(frame):
@@ -118,8 +129,7 @@ def every(n: int, transform: Transform, of: Literal["windows", "micro_batches"] 
 
     Raises: SettingError unless n is a whole number of at least 1, or for another `of`.
     """
-    if n < 1 or n != int(n):
-        raise SettingError("every(n)", "a whole number, 1 or more", n)
+    whole("every(n)", n)
     if of not in ("windows", "micro_batches"):
         raise SettingError("every(of)", "'windows' or 'micro_batches'", of)
     text = f"every({n}, {show(transform)}{'' if of == 'windows' else f', of={of!r}'})"
@@ -153,8 +163,7 @@ def repeat(n: int, transform: Transform) -> Transform:
 
     Raises: SettingError unless n is a whole number of at least 1.
     """
-    if n < 1 or n != int(n):
-        raise SettingError("repeat(n)", "a whole number, 1 or more", n)
+    whole("repeat(n)", n)
     return _Repeat(n, _one(transform), name_of(transform))
 
 
@@ -182,7 +191,8 @@ class _Tap:
 def tap(look: Callable[[Frame], object]) -> Transform:
     """Call `look(frame)` and pass the frame on as it is: a `print`, a list's `append`, a breakpoint.
 
-    The loss in the frame has a graph: look at `frame.loss.detach()`.
+    The loss in the frame has a graph: look at `frame.loss.detach()`. In the pass that closes a short window at the
+    end of the stream, what stands behind Accumulate sees a frame without batch and loss.
     """
     if not callable(look):
         raise NotATransformError("tap cannot call", look, "give it a callable that takes a frame")

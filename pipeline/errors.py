@@ -9,14 +9,14 @@
     │   └── OrderError                       a transform reads what nothing before it writes
     ├── FrameError (ValueError)              one micro-batch that cannot be processed
     │   ├── MissingFieldError                the frame lacks what the transform reads
-    │   ├── LossError                        the loss is not a finite-sized 0-d tensor, or its weight is wrong
+    │   ├── LossError                        a loss that is not 0-d, a negative weight, a measure that is not 0-d
     │   ├── NoGraphError                     the loss depends on no parameter that requires a gradient
     │   └── DeviceError                      batch and parameters lie on different devices
     ├── StateError (ValueError)
     │   ├── StaleStateError (RuntimeError)   buffers that a later record has taken over
     │   ├── StateMismatchError               a state of another model
     │   └── OptimizerMismatchError           optimizer state of another class
-    ├── StreamError (ValueError)             a stream that cannot be read again
+    ├── StreamError (ValueError)             a stream that gave nothing where batches were expected
     ├── MeasureError (LookupError)           a monitor asks for a measure that nothing reports
     └── LawError (AssertionError)            a law of `pipeline.testing` does not hold
 
@@ -217,7 +217,8 @@ class StateMismatchError(StateError):
             )
             if names
         ]
-        return f"This state is not one of {self.owner}: {'; '.join(parts)}. Make it with `init(step, model)`."
+        cure = "Make it with `init(step, model)`, of the module that Forward holds."
+        return f"This state is not one of {self.owner}: {'; '.join(parts)}. {cure}"
 
 
 @attrs.define(slots=False, eq=False)

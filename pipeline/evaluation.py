@@ -10,13 +10,16 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from pipeline._checks import whole
+from pipeline._models import models_in
 from pipeline._publication import to_host
 from pipeline._randomness import default_generators, isolated, seed
 from pipeline.errors import MissingFieldError, SettingError, StreamError
 from pipeline.events import EvalDone
 from pipeline.records import Frame, Progress, Scalar, TrainState
-from pipeline.transform import Chain, Transform, chain
+from pipeline.transform import Transform, chain
 from pipeline.transforms._gradients import widened
+from pipeline.transforms.average import averaged
 
 __all__ = ["Evaluation", "EveryEpoch", "EveryUpdates", "When"]
 
@@ -26,14 +29,13 @@ _PURPOSE = 2  # tells an evaluation's draws from those of the step and of the st
 class When(Protocol):
     """When an evaluation is due."""
 
-    def due(self, progress: Progress, *, updated: bool, epoch_ended: bool) -> bool:
-        """After a micro-batch that made an update or not, or after an epoch."""
+    def due(self, before: Progress, after: Progress) -> bool:
+        """Whether it falls between the two: before and after a micro-batch, or an epoch's end."""
         ...
 
 
 def _at_least_one(instance: object, attribute: attrs.Attribute[int], value: int) -> None:
-    if not isinstance(value, int) or value < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise SettingError(f"{type(instance).__name__}.{attribute.name}", "a whole number, 1 or more", value)
+    whole(f"{type(instance).__name__}.{attribute.name}", value)
 
 
 @attrs.frozen
@@ -42,9 +44,9 @@ class EveryEpoch:
 
     n: int = attrs.field(default=1, validator=_at_least_one)
 
-    def due(self, progress: Progress, *, updated: bool, epoch_ended: bool) -> bool:
-        """Whether the epoch that just ended is an n-th one."""
-        return epoch_ended and progress.epoch % self.n == 0
+    def due(self, before: Progress, after: Progress) -> bool:
+        """Whether an n-th epoch has ended."""
+        return after.epoch // self.n > before.epoch // self.n
 
 
 @attrs.frozen
@@ -53,21 +55,23 @@ class EveryUpdates:
 
     n: int = attrs.field(validator=_at_least_one)
 
-    def due(self, progress: Progress, *, updated: bool, epoch_ended: bool) -> bool:
-        """Whether the update that was just made is an n-th one."""
-        return updated and progress.updates % self.n == 0
+    def due(self, before: Progress, after: Progress) -> bool:
+        """Whether an n-th update has been made."""
+        return after.updates // self.n > before.updates // self.n
 
 
 @attrs.frozen
 class Evaluation:
     """Means of the loss and the measures over another stream, with the parameters as they are.
 
-    Runs without gradients and with the models in eval mode; afterwards the mode of every module and the random
-    generators are as they were, and nothing of the training has moved.
+    Runs without gradients and with the models that its transforms hold in eval mode (`training` is set on every module;
+    `train()` and `eval()` are not called); afterwards the mode of every module and the random generators are as they
+    were, and nothing of the training has moved.
 
     Args:   step: what fills a frame's `loss`, `weight` and `measures`, such as `Forward(model, loss)`; stream: batches
             that can be read again and again (no generator); when: `EveryEpoch()` or `EveryUpdates(n)`; name: the
-            values are called `<name>_loss` and `<name>_<measure>`.
+            values are called `<name>_loss` and `<name>_<measure>`; average: the slot of an `AverageWeights`, whose
+            weights then stand in for the parameters.
     Raises: SettingError, when built, for a generator; StreamError when the stream gives no batch.
     """
 
@@ -75,6 +79,7 @@ class Evaluation:
     stream: Iterable[Any]
     when: When = attrs.field(factory=EveryEpoch)
     name: str = "val"
+    average: str | None = None
 
     def __attrs_post_init__(self) -> None:
         if isinstance(self.stream, Iterator):
@@ -83,11 +88,11 @@ class Evaluation:
 
     def run(self, state: TrainState, *, time: float = 0.0) -> EvalDone:
         """One pass over the stream with the state's parameters and buffers; the state is left as it is."""
-        state = state.borrowed()
+        state = state.borrowed() if self.average is None else averaged(state, self.average)
         progress, generators = state.progress, default_generators(state)
         sums: dict[str, tuple[Scalar, Scalar]] = {}
         batches = 0
-        with isolated(generators), torch.no_grad(), _eval_mode(_models_in(self.step)):
+        with isolated(generators), torch.no_grad(), _eval_mode(models_in(self.step)):
             seed(generators, state.rng.key(progress.updates, _PURPOSE))
             for batch in self.stream:
                 if batch is None:
@@ -124,17 +129,6 @@ class Evaluation:
         pairs = dict(zip(sums, zip(numbers[::2], numbers[1::2], strict=True), strict=True))
         values = {f"{self.name}_{name}": total / weight for name, (total, weight) in pairs.items() if weight}
         return pairs.get("loss", (0.0, 0.0))[1], values
-
-
-def _models_in(step: object) -> list[nn.Module]:
-    """The modules that a step's transforms run, wrapped ones included."""
-    if isinstance(step, Chain):
-        return [model for transform in step.transforms for model in _models_in(transform)]
-    model = getattr(step, "model", None)
-    if isinstance(model, nn.Module):
-        return [model]
-    parts = [getattr(step, name, None) for name in ("inner", "then", "otherwise")]
-    return [model for part in parts if part is not None for model in _models_in(part)]
 
 
 @contextmanager

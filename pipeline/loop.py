@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -10,10 +11,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol, cast
 
 import attrs
+import torch
 from torch import nn
 
 from pipeline import _randomness as randomness
 from pipeline._binding import bind
+from pipeline._models import models_in
 from pipeline._publication import settle
 from pipeline.errors import DuplicateNameError, MeasureError, SettingError
 from pipeline.evaluation import Evaluation
@@ -28,16 +31,17 @@ from pipeline.events import (
     RunStarted,
     UpdateDone,
 )
-from pipeline.monitor import Monitor, Stop
+from pipeline.monitor import Monitor, ScaleRate, Signal, Stop
 from pipeline.records import Frame, LossScale, Progress, Rng, TrainState, Window
-from pipeline.transform import Transform, chain
+from pipeline.tensors import Tensors
+from pipeline.transform import Chain, Transform, chain
 from pipeline.until import Epochs, Limit
 
 __all__ = ["Run", "Sink", "apply", "fold", "init", "run_of", "scan"]
 
 Clock = Callable[[], float]
 _END = object()
-_STREAM = 1  # the purpose of the draws that a stream makes, told apart from the step's
+_STREAM, _FINISH = 1, 3  # purposes of draws, told apart from those of a step and (2) of an evaluation
 
 
 class Sink(Protocol):
@@ -67,6 +71,9 @@ def init(
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise SettingError("init(model)", "a torch.nn.Module", model)
+    for setting, value in (("seed", seed), ("rank", rank)):
+        if not isinstance(value, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise SettingError(f"init({setting})", "a whole number", value)
     params, buffers = bind(model)
     return chain(step).init(TrainState(params, buffers, rng=Rng(seed, rank), loss_scale=loss_scale))
 
@@ -80,9 +87,21 @@ def apply(step: Transform, state: TrainState, batch: Any, *, time: float = 0.0) 
     if batch is None:
         return state, (BatchSkipped(**_at(state.progress, time)),)
     with randomness.isolated(generators):
-        randomness.seed(generators, state.rng.key(state.progress.micro_steps))
-        frame = chain(step)(Frame(state.borrowed(), batch, time))
-    return frame.state, frame.events
+        return _one(chain(step), state.borrowed(), batch, time, generators)
+
+
+def _one(
+    step: Chain, state: TrainState, batch: Any, now: float, generators: Sequence[torch.Generator]
+) -> tuple[TrainState, tuple[Event, ...]]:
+    """One micro-batch, seeded by its number, and counted where the step does not count it (it has no Accumulate)."""
+    progress = state.progress
+    randomness.seed(generators, state.rng.key(progress.micro_steps))
+    frame = step(Frame.begin(state, batch, now))
+    state = frame.state
+    if state.progress.micro_steps == progress.micro_steps:
+        counted = attrs.evolve(state.progress, micro_steps=progress.micro_steps + 1)
+        state = attrs.evolve(state, progress=counted)
+    return state, frame.events
 
 
 def scan(
@@ -97,11 +116,13 @@ def scan(
 ) -> Iterator[tuple[TrainState, tuple[Event, ...]]]:
     """The loop in your own hands: `(state, events)` after every micro-batch, after every epoch, and at the end.
 
-    The state is updated in place: take `state.copy()` of one to keep, or `donate=False`. Between two items the random
+    The state is updated in place: take `state.copy()` of one to keep, or `donate=False`. While a window is open, the
+    `.grad` of the parameters hold its sums: leave them alone. Between two items the random
     generators are yours. Measured values in the events are still on their device: `float(event.loss)` reads one.
     """
-    state = state.owned() if donate else state.borrowed()
-    return _with_own_randomness(_drive(step, state, stream, until, tuple(evaluations), clock, []), state)
+    watched = _Watched(_taken(step, state, until, donate))
+    items = _drive(step, watched, stream, until, tuple(evaluations), clock)
+    return _with_own_randomness(items, watched.state)
 
 
 def fold(
@@ -134,7 +155,6 @@ def fold(
           what no evaluation reports; StaleStateError for a state that was handed over before.
     """
     monitors, sinks, evaluations = tuple(monitors), tuple(sinks), tuple(evaluations)
-    stops: list[str] = []
     with ExitStack() as closing:
         for sink in sinks:
             closing.callback(sink.close)
@@ -142,12 +162,58 @@ def fold(
         _check_names("evaluation", [e.name for e in evaluations])
         if publish_every < 1:
             raise SettingError("fold(publish_every)", "at least 1 update", publish_every)
-        state = state.owned() if donate else state.borrowed()
-        publisher = _Publisher(state, monitors, sinks, tuple(e.name for e in evaluations), publish_every, stops)
-        with randomness.isolated(randomness.default_generators(state)), _ctrl_c(stops), publisher:
-            for now, events in _drive(step, state, stream, until, evaluations, clock, stops):
-                publisher.take(now, events)
+        watched = _Watched(_taken(step, state, until, donate))
+        publisher = _Publisher(watched, monitors, sinks, tuple(e.name for e in evaluations), publish_every, clock)
+        with randomness.isolated(randomness.default_generators(watched.state)), _ctrl_c(watched.stops), publisher:
+            for _, events in _drive(step, watched, stream, until, evaluations, clock):
+                publisher.take(events)
     return publisher.run()
+
+
+@attrs.define
+class _Watched:
+    """What the loop and whoever watches it share: the newest state, and the reasons to stop."""
+
+    state: TrainState
+    stops: list[str] = attrs.field(factory=list[str])
+    factors: dict[str, float] = attrs.field(factory=dict[str, float])
+    base: float = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.base = self.state.rate_factor  # what was asked for before this run
+
+    def asked(self, monitor: str, signal: Signal) -> None:
+        """Take in what a monitor asks for."""
+        if isinstance(signal, Stop) and signal.reason not in self.stops:
+            self.stops.append(signal.reason)
+        elif isinstance(signal, ScaleRate):
+            self.factors[monitor] = signal.factor
+
+    def scaled(self, state: TrainState) -> TrainState:
+        """The state with the learning rates scaled as the monitors ask, all their factors together."""
+        factor = math.prod(self.factors.values(), start=self.base)
+        return state if factor == state.rate_factor else attrs.evolve(state, rate_factor=factor)
+
+
+def _taken(step: Transform, state: TrainState, until: Limit | None, donate: bool) -> TrainState:
+    """The state as the loop's own, after a look at what it was given."""
+    if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise SettingError("fold(state)", "a TrainState", state, "Make one with `init(step, model)`.")
+    if until is not None and not isinstance(until, Limit):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise SettingError("fold(until)", "a limit, such as Updates(100)", until)
+    for model in models_in(chain(step)):
+        if state.params.lease.holds(model) and not _is_bound(state, model):
+            cure = "Its parameters were replaced since `init`; make the state anew."
+            raise SettingError("fold(state)", "bound to the model as it is", type(model).__name__, cure)
+    return state.owned() if donate else state.borrowed()
+
+
+def _is_bound(state: TrainState, model: nn.Module) -> bool:
+    for kind, now in (("params", dict(model.named_parameters())), ("buffers", dict(model.named_buffers()))):
+        kept: Tensors = getattr(state, kind)
+        if kept.lease.holds(model) and not (kept.index.keys() == now.keys() and all(kept[n] is now[n] for n in now)):
+            return False
+    return True
 
 
 def run_of(error: BaseException) -> Run:
@@ -173,34 +239,35 @@ def _at(progress: Progress, now: float) -> dict[str, Any]:
 
 def _drive(
     step: Transform,
-    state: TrainState,
+    watched: _Watched,
     stream: Iterable[Any],
     until: Limit | None,
     evaluations: tuple[Evaluation, ...],
     clock: Clock,
-    stops: list[str],
 ) -> Iterator[tuple[TrainState, tuple[Event, ...]]]:
-    """The loop itself. `stops` is filled by whoever watches, and read after every micro-batch."""
-    step = chain(step)
+    """The loop itself. `watched` has the newest state at any time, and says after every micro-batch whether to stop."""
+    step, state = chain(step), watched.state
     limit = Epochs(state.progress.epoch + 1) if until is None else until
     generators = randomness.default_generators(state)
     rng, started = state.rng, clock()
 
     def reasons(now: float) -> tuple[str, ...]:
         reached = limit.reasons(state.progress, now - started)
-        return (*reached, *stops) if stops else reached
+        return (*reached, *watched.stops) if watched.stops else reached
 
-    def evaluate(*, updated: bool, epoch_ended: bool) -> tuple[Event, ...]:
-        due = [e for e in evaluations if e.when.due(state.progress, updated=updated, epoch_ended=epoch_ended)]
+    def evaluated(before: Progress) -> tuple[Event, ...]:
+        watched.state = state
+        due = [e for e in evaluations if e.when.due(before, state.progress)]
         return tuple(e.run(state, time=clock()) for e in due)
 
     yield state, (RunStarted(**_at(state.progress, started), until=repr(limit), total_updates=limit.total_updates()),)
     ended = reasons(started)
     while not ended:
-        yield state, (EpochStarted(**_at(state.progress, clock())),)
+        began = state.progress
+        yield state, (EpochStarted(**_at(began, clock())),)
         batches = read = 0
         # What the stream draws hangs on its place alone, and not on who drew before.
-        randomness.seed(generators, rng.key(state.progress.epoch << 32, _STREAM))
+        randomness.seed(generators, rng.key(began.epoch << 32, _STREAM))
         iterator = iter(stream)
         while True:
             batch = next(iterator, _END)
@@ -212,37 +279,46 @@ def _drive(
                 yield state, (BatchSkipped(**_at(state.progress, now)),)
             else:
                 batches += 1
-                progress = state.progress
-                randomness.seed(generators, rng.key(progress.micro_steps))
-                frame = step(Frame.begin(state, batch, now))
-                state, events = frame.state, frame.events
-                del frame, batch  # nothing of this micro-batch stays alive while the next one is read
-                if evaluations and state.progress.updates != progress.updates:
-                    events = (*events, *evaluate(updated=True, epoch_ended=False))
+                before = state.progress
+                state, events = _one(step, watched.scaled(state), batch, now, generators)
+                watched.state = state
+                del batch  # nothing of this micro-batch stays alive while the next one is read
+                if evaluations and state.progress.updates != before.updates:
+                    events = (*events, *evaluated(before))
                 yield state, events
             ended = reasons(now)
             if ended:
                 break
-            randomness.seed(generators, rng.key((state.progress.epoch << 32) + read, _STREAM))
-        events = ()
+            randomness.seed(generators, rng.key((began.epoch << 32) + read, _STREAM))
+        before, events = state.progress, ()
         if state.window.micro_batches:
-            frame = step.finish(Frame(state, time=clock()))
-            updated = frame.state.progress.updates != state.progress.updates
+            randomness.seed(generators, rng.key(before.micro_steps, _FINISH))
+            frame = step.finish(Frame.begin(state, time=clock()))
             state, events = frame.state, frame.events
             del frame
-            events = (*events, *evaluate(updated=updated, epoch_ended=False))
+            events = (*events, *evaluated(before))
         if not ended or read == _length(stream):
-            state = attrs.evolve(state, progress=attrs.evolve(state.progress, epoch=state.progress.epoch + 1))
-            events = (*events, *evaluate(updated=False, epoch_ended=True))
+            before = state.progress
+            state = attrs.evolve(state, progress=attrs.evolve(before, epoch=before.epoch + 1))
+            events = (*events, *evaluated(before))
             events = (*events, EpochEnded(**_at(state.progress, clock()), batches=batches))
+        watched.state = state
         if events:
             yield state, events
-        ended = ended or reasons(clock())
-        if not ended and not batches:
-            ended = ("the stream gave no batches",)
-        elif not ended and isinstance(stream, Iterator):
-            ended = ("the stream is a generator, which can be read only once",)
+        ended = ended or reasons(clock()) or _no_use(stream, limit, batches, began, state.progress)
     yield state, (RunEnded(**_at(state.progress, clock()), reasons=ended),)
+
+
+def _no_use(stream: Iterable[Any], limit: Limit, batches: int, before: Progress, after: Progress) -> tuple[str, ...]:
+    """Why another pass would be no use: it would give nothing, or get no nearer to the limit."""
+    if not batches:
+        return ("the stream gave no batches",)
+    if isinstance(stream, Iterator):
+        return ("the stream is a generator, which can be read only once",)
+    if limit.stuck(before, after):
+        skipped = after.skipped - before.skipped
+        return (f"{limit!r} is out of reach: a whole epoch came no nearer ({skipped} windows skipped)",)
+    return ()
 
 
 def _length(stream: Iterable[Any]) -> int | None:
@@ -299,26 +375,25 @@ class _Publisher:
 
     def __init__(
         self,
-        state: TrainState,
+        watched: _Watched,
         monitors: tuple[Monitor, ...],
         sinks: tuple[Sink, ...],
         evaluations: tuple[str, ...],
         every: int,
-        stops: list[str],
+        clock: Clock,
     ) -> None:
-        self.monitors, self.sinks, self.every, self.stops = monitors, sinks, every, stops
+        self.clock = clock
+        self.watched, self.monitors, self.sinks, self.every = watched, monitors, sinks, every
         self.accumulators = [m.init() for m in monitors]
         self.pending: list[Event] = []
         self.waiting = 0
         self.reasons: tuple[str, ...] = ()
-        self.state = state
         self.to_come = set(evaluations)
         self.reported: list[str] = []
         self._check_watched()
 
-    def take(self, state: TrainState, events: tuple[Event, ...]) -> None:
+    def take(self, events: tuple[Event, ...]) -> None:
         """The events of one micro-batch; published when enough have come together, or at once if they tell of more."""
-        self.state = state
         if not events:
             return
         self.pending.extend(events)
@@ -332,8 +407,9 @@ class _Publisher:
 
     def publish(self) -> None:
         """Everything that is pending, in order, through one transfer."""
-        events, self.pending, self.waiting = settle(self.pending), [], 0
-        for event in events:
+        self.pending, self.waiting = settle(self.pending), 0
+        while self.pending:
+            event = self.pending.pop(0)
             self.accumulators = [m.reduce(a, event) for m, a in zip(self.monitors, self.accumulators, strict=True)]
             for sink in self.sinks:
                 sink.write(event)
@@ -344,8 +420,7 @@ class _Publisher:
         for monitor, accumulator in zip(self.monitors, self.accumulators, strict=True):
             if hasattr(monitor, "signals"):
                 for asked in monitor.signals(accumulator):  # type: ignore[attr-defined]
-                    if isinstance(asked, Stop) and asked.reason not in self.stops:
-                        self.stops.append(asked.reason)
+                    self.watched.asked(monitor.name, asked)
 
     def _note(self, event: EvalDone) -> None:
         if event.name in self.to_come:
@@ -362,7 +437,7 @@ class _Publisher:
 
     def run(self) -> Run:
         """The run as it stands, its state owned by nobody."""
-        state = self.state
+        state = self.watched.scaled(self.watched.state)
         if state.params.is_owned:
             for param in state.params.flat:
                 param.grad = None
@@ -378,16 +453,21 @@ class _Publisher:
             self._failed(error)
 
     def _failed(self, error: BaseException) -> None:
-        state = self.state
+        state = self.watched.state
         self.reasons = (f"{type(error).__name__}: {error}",)
-        now = self.pending[-1].time if self.pending else 0.0
-        self.pending.append(RunEnded(**_at(state.progress, now), reasons=self.reasons))
-        try:
-            self.publish()
-        finally:
-            self.state, lost = _usable(state)
-            error.__run__ = self.run()  # type: ignore[attr-defined]
-            error.add_note(f"the run up to here: pipeline.run_of(error){lost}")
+        self.pending.append(RunEnded(**_at(state.progress, self.clock()), reasons=self.reasons))
+        events, self.pending = settle(self.pending), []
+        for event in events:
+            self.accumulators = [m.reduce(a, event) for m, a in zip(self.monitors, self.accumulators, strict=True)]
+        for sink in self.sinks:
+            try:
+                for event in events:
+                    sink.write(event)
+            except Exception as second:  # the first error is the one to tell of, and the other sinks get theirs
+                error.add_note(f"and then, on writing the end of the run to {sink!r}: {second!r}")
+        self.watched.state, lost = _usable(state)
+        error.__run__ = self.run()  # type: ignore[attr-defined]
+        error.add_note(f"the run up to here: pipeline.run_of(error){lost}")
 
 
 def _usable(state: TrainState) -> tuple[TrainState, str]:
@@ -395,7 +475,11 @@ def _usable(state: TrainState) -> tuple[TrainState, str]:
     lost = ""
     if state.buffers.is_stale:
         state = attrs.evolve(state, buffers=state.buffers.renewed())
-        lost = "; its buffers have seen the failed micro-batch"
+        lost += "; its buffers have seen the failed micro-batch"
+    if state.params.is_stale:
+        params, optimizer = state.params.renewed(), state.optimizer.renewed()
+        state = attrs.evolve(state, params=params, optimizer=optimizer, window=Window())
+        lost += "; its parameters have seen an update that it does not count"
     if state.window.grads.is_stale:
         state = attrs.evolve(state, window=Window())
         lost += "; the open window's sums were lost"

@@ -14,7 +14,7 @@ import attrs
 
 from pipeline.events import Event
 
-__all__ = ["Monitor", "Signal", "Stop", "replay"]
+__all__ = ["Monitor", "ScaleRate", "Signal", "Stop", "replay"]
 
 
 @attrs.frozen
@@ -27,6 +27,13 @@ class Stop(Signal):
     """End the run after this update, for `reason`."""
 
     reason: str
+
+
+@attrs.frozen
+class ScaleRate(Signal):
+    """Multiply the scheduled learning rates by `factor` from the next update on, in place of what was asked before."""
+
+    factor: float
 
 
 @runtime_checkable

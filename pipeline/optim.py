@@ -12,8 +12,12 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,  # pyright: ignore[reportPrivateUsage]
+    _global_optimizer_pre_hooks,  # pyright: ignore[reportPrivateUsage]
+)
 
-from pipeline.errors import OptimizerMismatchError, SettingError
+from pipeline.errors import DuplicateNameError, OptimizerMismatchError, SettingError
 from pipeline.records import OptimizerState, Scalar, TrainState
 from pipeline.tensors import Lease, Tensors
 
@@ -108,9 +112,13 @@ class Optimizer:
             raise SettingError("Optimizer.cls", "one whose step() needs no closure", cls.__name__, cure)
         taken = inspect.signature(cls).parameters
         groups = tuple(groups)
+        labels = [_DEFAULT]
         for group in groups:
             if not isinstance(group, Group):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise SettingError("Optimizer.groups", "of `Group(...)`", group)
+            if group.name in labels:
+                raise DuplicateNameError("group", group.name)
+            labels.append(group.name)
         if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values()):
             for name in (*settings, *(key for group in groups for key in group.settings)):
                 if name not in taken or name in ("params", "lr"):
@@ -162,8 +170,9 @@ class Optimizer:
         if live is not None:
             generation = live.lease.renew(state.generation, count)
         else:  # a new lineage: the state's own tensors where they are given, copies where they are lent
-            given = state.tensors.writable(count) if mine else state.tensors.copy()
-            live, generation = _Running(self, params, given, state.numbers), 0
+            given = state if mine else state.copy()
+            numbers = given.numbers
+            live, generation = _Running(self, params, given.tensors.owned(count), numbers), 0
         live.step(params, grads, rates, factor)
         return params, OptimizerState(live=live, generation=generation, is_owned=keep)
 
@@ -180,9 +189,9 @@ class Optimizer:
         members = self._members(params)
         settings = dict(self.settings)
         taken = inspect.signature(self.cls).parameters
-        # Fused SGD with momentum fails once a parameter gets its first gradient later than the others.
-        late = bool(settings.get("momentum")) or any(group.settings.get("momentum") for group in self.groups)
-        if "fused" in taken and not late and not {"fused", "foreach", "differentiable", "capturable"} & settings.keys():
+        # Where it helps and never fails: fused SGD refuses sparse gradients, and momentum that starts late.
+        fusable = issubclass(self.cls, (torch.optim.Adam, torch.optim.AdamW)) and "fused" in taken
+        if fusable and not {"fused", "foreach", "differentiable", "capturable"} & settings.keys():
             dense = all(p.is_floating_point() and p.device.type in _FUSED_ON for p in params.flat)
             settings["fused"] = True if dense and len(params) else None
         groups: list[dict[str, Any]] = [{"params": [params[n] for n in members[0]], "name": _DEFAULT}]
@@ -241,17 +250,25 @@ def _rate(lr: Rate, count: int) -> float:
     return lr(count) if callable(lr) else lr
 
 
-def _bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+_TORCHS_WRAPPER = "Optimizer.profile_hook_step.<locals>.wrapper"
+
+
+def _bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], object] | None:
     """`optimizer.step` without the profiler's range around it, which costs as much as a small step itself.
 
-    Where the class has hooks of its own the whole of it is called.
+    None where there is more around it than that: hooks of the class, or a `step` that wraps another.
     """
     step = type(optimizer).step
-    bare = getattr(step, "__wrapped__", None) if getattr(step, "hooked", False) else None
     hooks: Any = optimizer
-    if bare is None or hooks._optimizer_step_pre_hooks or hooks._optimizer_step_post_hooks:
-        return optimizer.step
-    return functools.partial(bare, optimizer)
+    wrapped = getattr(getattr(step, "__code__", None), "co_qualname", "") == _TORCHS_WRAPPER
+    if not wrapped or hooks._optimizer_step_pre_hooks or hooks._optimizer_step_post_hooks:
+        return None
+    return functools.partial(step.__wrapped__, optimizer)  # type: ignore[attr-defined]
+
+
+def _global_hooks() -> bool:
+    """Whether anyone registered hooks on the steps of all optimizers."""
+    return bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
 
 def _masters(params: Tensors, kept: Tensors) -> dict[str, Tensor]:
@@ -280,7 +297,9 @@ class _Running:
         )
         # The kernel takes the factor in float32: too coarse for float64 parameters.
         self._can_scale = self._can_scale and all(p.dtype is not torch.float64 for p in self.params)
-        self._step = _bare_step(self.optimizer)
+        self._bare = _bare_step(self.optimizer)
+        self._built = [dict(group) for group in self.optimizer.param_groups]
+        self._foreign = bool(tensors)  # entries that another run of some optimizer made
         self._put({**tensors, **numbers})
 
     def serves(self, rule: Optimizer, params: Tensors) -> bool:
@@ -317,10 +336,14 @@ class _Running:
         self._scale(flat, factor, bool(narrow))
         for param, grad in narrow:  # sums are wider than the parameter: normalised first, rounded once
             param.grad = grad.to(param.dtype)
+        step = self.optimizer.step if self._bare is None or _global_hooks() else self._bare
         try:
-            self._step()
+            step()
         except KeyError as error:
+            if not self._foreign:
+                raise
             raise OptimizerMismatchError(self.rule.cls.__name__, str(error.args[0])) from error
+        self._foreign = False
         for param in self.stepped.flat:
             param.grad = None
         if self.masters:
@@ -362,10 +385,9 @@ class _Running:
     def numbers(self) -> dict[str, Any]:
         """The rest of the optimizer's state, and the counters that some optimizers keep in their groups."""
         kept = {key: value for key, value in self._entries() if value is not None and not isinstance(value, Tensor)}
-        defaults = self.optimizer.defaults
-        for group in self.optimizer.param_groups:
+        for group, built in zip(self.optimizer.param_groups, self._built, strict=True):
             for key, value in group.items():
-                moved = key not in ("params", "lr", "name") and (key not in defaults or value != defaults[key])
+                moved = key not in ("params", "lr", "name") and (key not in built or value != built[key])
                 if moved and isinstance(value, (int, float, bool)):
                     kept[f"group {group['name']}/{key}"] = value
         return kept

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree  # torch.utils.pytree is public only f
 
 from pipeline._binding import load
 from pipeline.errors import LossError, SettingError
-from pipeline.tensors import Lease, Tensors
+from pipeline.tensors import Lease, Tensors, clone_leaf
 
 __all__ = [
     "Frame",
@@ -202,7 +202,7 @@ class Window:
     sees means, and not sums over 10^5 tokens.
 
     `grads` sums of relative weight × loss scale × gradient, in float32 or wider, for those parameters that got one;
-    `weight` sum of relative weights; `loss` sum of relative weight × loss, 0-d; `measures` name -> (sum, weight);
+    `weight` sum of weights; `loss` sum of relative weight × loss, 0-d; `measures` name -> (sum, weight);
     `losses` of the micro-batches one by one, 0-d; `buffers` as they were before the window, to go back to if it is
     skipped.
     """
@@ -215,6 +215,11 @@ class Window:
     micro_batches: int = 0
     losses: tuple[Tensor, ...] = ()
     buffers: Tensors | None = None
+
+    @property
+    def relative_weight(self) -> Scalar:
+        """The window's weight relative to its first micro-batch: what the sums are to be divided by."""
+        return 0.0 if self.reference is None else self.weight / self.reference
 
     def relative(self, weight: Scalar) -> Scalar:
         """`weight` relative to the window's first micro-batch."""
@@ -271,7 +276,7 @@ class OptimizerState:
 
     def copy(self) -> OptimizerState:
         """The same values in memory of their own."""
-        return OptimizerState(self.tensors.copy(), dict(self.numbers))
+        return OptimizerState(self.tensors.copy(), _clone(dict(self.numbers)))
 
     def owned(self, update: int | None = None) -> OptimizerState:
         """Take it over: this record goes stale, the returned one may be written to in place."""
@@ -287,6 +292,15 @@ class OptimizerState:
         self.live.lease.check(self.generation)
         return attrs.evolve(self, is_owned=False)
 
+    def renewed(self) -> OptimizerState:
+        """The newest record of these entries, whoever wrote to them since."""
+        if self.live is None:
+            return OptimizerState(self._tensors.renewed(), self._numbers, is_owned=self.is_owned)
+        return attrs.evolve(self, generation=self.live.lease.generation)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OptimizerState, (self.tensors, dict(self.numbers))
+
     def __repr__(self) -> str:
         if self.live is not None and self.generation != self.live.lease.generation:
             return "OptimizerState(stale)"
@@ -298,7 +312,8 @@ class TrainState:
     """All that outlives a step, and so all that a checkpoint holds.
 
     Make one with `init(step, model, seed=0)`. `slots` holds, by name, the durable state of transforms that users
-    write: any pytree of tensors and numbers.
+    write: any pytree of tensors and numbers. `rate_factor` multiplies the scheduled learning rates: what a monitor such
+    as `Plateau` has asked for.
     """
 
     params: Tensors
@@ -309,6 +324,7 @@ class TrainState:
     progress: Progress = attrs.field(factory=Progress)
     rng: Rng = attrs.field(factory=Rng)
     slots: Mapping[str, Any] = _NOTHING
+    rate_factor: float = 1.0
 
     def copy(self) -> TrainState:
         """The same values in memory of their own: nothing that happens to this state or its module reaches the copy."""
@@ -355,6 +371,7 @@ class TrainState:
             buffers=tensors(self.buffers),
             optimizer=optimizer(self.optimizer),
             window=attrs.evolve(self.window, grads=tensors(self.window.grads)),
+            slots={k: tensors(v) if isinstance(v, Tensors) else v for k, v in self.slots.items()},
         )
 
     def __repr__(self) -> str:
@@ -363,7 +380,7 @@ class TrainState:
 
 
 def _clone(tree: Any) -> Any:
-    return pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), tree)
+    return pytree.tree_map_only(Tensor, clone_leaf, tree)
 
 
 @attrs.frozen

@@ -26,7 +26,12 @@ class Transform(Protocol):
     def __call__(self, frame: Frame, /) -> Frame: ...
 
 
-_FROM_THE_START = frozenset({"state", "batch", "params", "buffers", "progress", "slots", "time"})
+_FROM_THE_START = frozenset(
+    {
+        "state", "batch", "time", "began", "facts", "events",
+        "params", "buffers", "optimizer", "window", "loss_scale", "progress", "rng", "slots",
+    }
+)  # fmt: skip
 """What every frame has before the first transform."""
 
 _WRITERS = {
@@ -111,6 +116,12 @@ def _rank(field: str) -> tuple[int, str]:
     return known.index(field) if field in known else len(known), field
 
 
+def _writer(field: str, found: list[str]) -> str:
+    """What to put a reader of `field` after: the transform found in the chain, and what that one needs itself."""
+    usual = _WRITERS.get(field, "what writes it")
+    return usual if not found or found[-1] in usual else found[-1]
+
+
 def _check_order(transforms: tuple[Transform, ...]) -> None:
     """Raise OrderError when a transform reads what comes later, what was used up, or what nothing provides.
 
@@ -134,9 +145,7 @@ def _check_order(transforms: tuple[Transform, ...]) -> None:
             if field in used_up:
                 raise OrderError(name, field, f"{used_up[field]} has used up", f"put it before {used_up[field]}")
             if writers or (whole and not anything):
-                after = writers[-1] if writers else _WRITERS.get(field, "what writes it")
-                after = _WRITERS.get(field, after) if after in _WRITERS.get(field, "") else after
-                raise OrderError(name, field, "nothing before it writes", f"put it after {after}")
+                raise OrderError(name, field, "nothing before it writes", f"put it after {_writer(field, writers)}")
         available |= fields(transform, "writes")
         for field in fields(transform, "uses_up"):
             available.discard(field)
@@ -188,11 +197,16 @@ class Chain:
     def finish(self, frame: Frame) -> Frame:
         """Close what is open at the end of the stream: the pass starts at the first transform that holds a window."""
         open_ = False
-        for transform in self.transforms:
-            if hasattr(transform, "finish"):
-                open_, frame = True, transform.finish(frame)  # type: ignore[attr-defined]
-            elif open_:
-                frame = transform(frame)
+        transform: Transform | None = None
+        try:
+            for transform in self.transforms:
+                if hasattr(transform, "finish"):
+                    open_, frame = True, transform.finish(frame)  # type: ignore[attr-defined]
+                elif open_:
+                    frame = transform(frame)
+        except Exception as error:
+            error.add_note(f"in {name_of(transform)} at the end of the stream")
+            raise
         return frame
 
     # What it reads and writes as a whole, so that `when(…, chain(…))` is checked like any other transform.

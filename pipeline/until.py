@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import attrs
 
-from pipeline.errors import SettingError
+from pipeline._checks import not_negative, whole
 from pipeline.records import Progress
 
 __all__ = ["AnyOf", "Epochs", "Limit", "MicroBatches", "Seconds", "SkipsInRow", "Tokens", "Updates"]
@@ -19,6 +17,10 @@ class Limit:
     def reasons(self, progress: Progress, seconds: float) -> tuple[str, ...]:
         """Why the run ends now; empty while it goes on. `seconds` since the run started."""
         raise NotImplementedError
+
+    def stuck(self, before: Progress, after: Progress) -> bool:
+        """Whether nothing that is counted has moved between the two, so that more of the same will not end the run."""
+        return False
 
     def total_updates(self) -> int | None:
         """The number of updates at which the run will end, where that is known."""
@@ -34,10 +36,10 @@ class _Count(Limit):
     n: float
 
     def __attrs_post_init__(self) -> None:
-        whole = not isinstance(self, Seconds)
-        if not 0 <= self.n < math.inf or (whole and self.n != int(self.n)):
-            expected = "a whole number, 0 or more" if whole else "0 or more and finite"
-            raise SettingError(f"{type(self).__name__}.n", expected, self.n)
+        if isinstance(self, Seconds):
+            not_negative("Seconds.n", self.n)
+        else:
+            whole(f"{type(self).__name__}.n", self.n, 0)
 
     def count(self, progress: Progress, seconds: float) -> float:
         """What is counted."""
@@ -46,6 +48,10 @@ class _Count(Limit):
     def reasons(self, progress: Progress, seconds: float) -> tuple[str, ...]:
         """This limit as it was written, once it is reached."""
         return (repr(self),) if self.count(progress, seconds) >= self.n else ()
+
+    def stuck(self, before: Progress, after: Progress) -> bool:
+        """Whether the count is the same."""
+        return self.count(before, 0.0) == self.count(after, 0.0)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.n})"
@@ -99,6 +105,10 @@ class Seconds(_Count):
         """Seconds since the run started."""
         return seconds
 
+    def stuck(self, before: Progress, after: Progress) -> bool:
+        """Never: time passes."""
+        return False
+
     def reasons(self, progress: Progress, seconds: float) -> tuple[str, ...]:
         """This limit, with the warning."""
         return tuple(f"{reason} (by the clock: not reproducible)" for reason in super().reasons(progress, seconds))
@@ -122,6 +132,10 @@ class AnyOf(Limit):
     def reasons(self, progress: Progress, seconds: float) -> tuple[str, ...]:
         """Those reached, all of them."""
         return tuple(reason for limit in self.limits for reason in limit.reasons(progress, seconds))
+
+    def stuck(self, before: Progress, after: Progress) -> bool:
+        """Whether all of them are."""
+        return all(limit.stuck(before, after) for limit in self.limits)
 
     def total_updates(self) -> int | None:
         """The smallest known."""

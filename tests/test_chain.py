@@ -31,7 +31,14 @@ from pipeline import (
     tap,
     when,
 )
-from pipeline.errors import CompositionError, DuplicateNameError, NotATransformError, OrderError, UnknownNameError
+from pipeline.errors import (
+    CompositionError,
+    DuplicateNameError,
+    MissingFieldError,
+    NotATransformError,
+    OrderError,
+    UnknownNameError,
+)
 from pipeline.testing import assert_records_equal, frame
 from tests.laws.cases import make_batch, make_batches, make_model, make_step
 
@@ -102,6 +109,36 @@ class TestOrder:
     def test_wrappers_are_checked_like_what_they_wrap(self) -> None:
         with pytest.raises(OrderError, match="put it after"):
             chain(forward(), when(lambda f: True, ClipByGlobalNorm(1.0)), ScaledBackward(), Accumulate(2))
+
+    @pytest.mark.parametrize(
+        "field", ["tokens", "samples", "optimizer", "loss_scale", "rng", "window", "facts", "events"]
+    )
+    def test_what_a_frame_has_may_be_read_behind_forward(self, field: str) -> None:
+        @attrs.frozen
+        class Reader:
+            reads = frozenset({field})
+            writes = frozenset[str]()
+
+            def __call__(self, f: Frame) -> Frame:
+                return f
+
+        assert len(chain(forward(), Reader()).transforms) == 2
+
+    def test_two_steps_that_take_turns_may_stand_in_a_row(self) -> None:
+        model = make_model("mlp")
+        parts = make_step(model, 1).transforms
+        turns = [
+            named(name, when(lambda f, i=i: f.began.micro_steps % 2 == i, step_transform()))
+            for i, name in enumerate(("even", "odd"))
+        ]
+        step = chain(*parts[:4], *turns)
+        assert fold(step, init(step, model), make_batches(4)).state.progress.updates == 4
+
+    def test_a_step_without_a_window_is_told_at_the_first_micro_batch(self) -> None:
+        model = make_model("mlp")
+        step = chain(lambda f: f, forward(model), ScaledBackward(), step_transform())
+        with pytest.raises(MissingFieldError, match="put Accumulate after ScaledBackward"):
+            apply(step, init(step, model), make_batch(0))
 
     def test_a_tap_hides_nothing(self) -> None:
         with pytest.raises(OrderError):
@@ -288,9 +325,18 @@ def test_what_changes_the_gradients_behind_a_clip_is_seen_by_the_finite_check() 
     assert after.state.params["w"].tolist() == [0.0]
 
 
+def test_a_factor_that_is_not_finite_is_skipped() -> None:
+    given = frame({"w": [0.0]}, sums={"w": [10.0]}, ready=True)
+    spoil = lambda f: f.having(update_factor=float("nan"), facts={})  # noqa: E731
+    after = chain(ClipByGlobalNorm(1.0), spoil, step_transform())(given)
+    assert after.applied is False
+    assert after.state.params["w"].tolist() == [0.0]
+
+
 def test_a_plain_function_as_a_whole_step() -> None:
     model = make_model("mlp")
     state = init(lambda f: f, model)
     after, events = apply(lambda f: f.having(facts={"x": 1.0}), state, make_batch(0))
     assert events == ()
-    assert_records_equal(after, state)
+    assert after.progress.micro_steps == 1  # counted by the loop, where no Accumulate counts
+    assert_records_equal(after.params, state.params)

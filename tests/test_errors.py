@@ -44,7 +44,7 @@ def test_every_error_is_of_the_tree_and_has_a_builtin_base() -> None:
 @pytest.mark.parametrize(
     ("build", "says"),
     [
-        (lambda: Accumulate(0), "Accumulate.every must be a whole number of micro-batches, 1 or more, got 0"),
+        (lambda: Accumulate(0), "Accumulate.every must be a whole number, 1 or more, got 0"),
         (lambda: Accumulate(1.5), "got 1.5"),  # type: ignore[arg-type]
         (lambda: Accumulate(True), "got True"),
         (lambda: Accumulate(2, "keep"), "'flush', 'drop' or 'carry', got 'keep'"),  # type: ignore[arg-type]

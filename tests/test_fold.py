@@ -37,13 +37,15 @@ from pipeline import (
     fold,
     init,
     monitors,
+    repeat,
     replay,
     run_of,
     scan,
     supervised,
     tap,
+    when,
 )
-from pipeline.errors import DuplicateNameError, MeasureError, SettingError, StreamError
+from pipeline.errors import DuplicateNameError, LossError, MeasureError, SettingError, StreamError
 from pipeline.events import EpochEnded, EpochStarted, EvalDone, Event, RunEnded, RunStarted, UpdateDone, UpdateSkipped
 from pipeline.monitor import Stop
 from pipeline.records import Rng
@@ -135,6 +137,69 @@ class TestUntil:
         assert repr(Updates(3) | Epochs(2) | Seconds(1.5)) == "Updates(3) | Epochs(2) | Seconds(1.5)"
 
 
+class TestOutOfReach:
+    """A limit that a whole epoch comes no nearer to ends the run, and says so."""
+
+    def test_tokens_that_the_loss_does_not_give(self) -> None:
+        step, state, _ = started()
+        run = fold(step, state, make_batches(3), until=Tokens(5))
+        assert run.stopped_by == ("Tokens(5) is out of reach: a whole epoch came no nearer (0 windows skipped)",)
+
+    def test_updates_that_are_all_skipped(self) -> None:
+        step, state, _ = started()
+        batches = [(x * float("nan"), y) for x, y in make_batches(4)]
+        run = fold(step, state, batches, until=Updates(5))
+        assert "2 windows skipped" in run.stopped_by[0]
+
+    def test_micro_batches_are_counted_where_no_accumulate_counts_them(self) -> None:
+        model = make_model("dropout")
+        forward = Forward(model, supervised(F.cross_entropy))
+        keys: list[int] = []
+        step = chain(forward, tap(lambda f: keys.append(f.began.micro_steps)))
+        run = fold(step, init(step, model), make_batches(3), until=MicroBatches(5))
+        assert run.state.progress.micro_steps == 5
+        assert keys == [0, 1, 2, 3, 4]
+
+
+class TestWhatItIsGiven:
+    @pytest.mark.parametrize("until", [3, "Updates(3)"])
+    def test_a_limit_that_is_none_is_refused(self, until: Any) -> None:
+        step, state, _ = started()
+        with pytest.raises(SettingError, match=r"Updates\(100\)"):
+            fold(step, state, make_batches(1), until=until)
+
+    def test_a_model_in_place_of_a_state_is_refused(self) -> None:
+        step, _, model = started()
+        with pytest.raises(SettingError, match="init"):
+            fold(step, model, make_batches(1))  # type: ignore[arg-type]
+        with pytest.raises(SettingError, match="whole number"):
+            init(step, model, seed=1.5)  # type: ignore[arg-type]
+
+    def test_parameters_replaced_since_init_are_noticed(self) -> None:
+        step, state, model = started()
+        model[2] = nn.Linear(8, OUT)
+        with pytest.raises(SettingError, match="replaced since `init`"):
+            fold(step, state, make_batches(1))
+
+    def test_a_model_changed_since_forward_was_built_is_noticed(self) -> None:
+        model = make_model("mlp")
+        forward = Forward(model, supervised(F.cross_entropy))
+        model[1] = nn.BatchNorm1d(8)
+        with pytest.raises(SettingError, match="after the last change"):
+            init(forward, model)
+
+    def test_lazy_modules_are_refused_before_they_are_initialised(self) -> None:
+        model = nn.LazyLinear(OUT)
+        with pytest.raises(SettingError, match="one batch through it"):
+            init(Forward(model, supervised(F.cross_entropy)), model)
+
+    def test_a_fact_that_is_no_number_is_named(self) -> None:
+        step, state, _ = started()
+        step = step.insert_before("EmitEvents", lambda f: f.having(facts={**f.facts, "many": torch.ones(3)}))
+        with pytest.raises(LossError, match=r"UpdateDone.facts must be 0-d .* shape \(3,\)"):
+            fold(step, state, make_batches(2))
+
+
 class TestStream:
     def test_no_batches_no_updates_one_epoch_end(self) -> None:
         step, state, _ = started()
@@ -177,6 +242,67 @@ class TestStream:
             fold(step, state, [*make_batches(3), bad])
         assert run_of(caught.value).state.progress.micro_steps == 3
         assert any("in Forward at micro-step 3" in note for note in caught.value.__notes__)
+
+    @pytest.mark.parametrize("donate", [True, False])
+    def test_an_error_after_the_update_keeps_its_type_and_a_usable_run(self, donate: bool) -> None:
+        def fails_at(n: int) -> Any:
+            def look(f: Any) -> None:
+                if f.began.micro_steps == n:
+                    raise ZeroDivisionError("after the update")
+
+            return tap(look)
+
+        step, state, _ = started("batchnorm", 2)
+        with pytest.raises(ZeroDivisionError) as caught:
+            fold(step.insert_after("MaybeStep", fails_at(3)), state, make_batches(6), donate=donate)
+        run = run_of(caught.value)
+        assert run.state.progress.updates == 1
+        assert len(run.state.copy().params) > 0
+        assert ("does not count" in "".join(caught.value.__notes__)) == donate
+        assert fold(step, run.state, make_batches(2)).state.progress.updates == (2 if donate else 3)
+
+    def test_an_error_in_an_evaluation_keeps_the_update_before_it(self) -> None:
+        step, state, model = started()
+
+        def bad(model: Any, batch: Any) -> Any:
+            raise ZeroDivisionError("in the evaluation")
+
+        for moment in (EveryUpdates(2), EveryEpoch()):
+            state = init(step, model)
+            twin = state.copy()
+            with pytest.raises(ZeroDivisionError) as caught:
+                fold(step, state, make_batches(4), evaluations=[Evaluation(Forward(model, bad), [1], moment)])
+            run = run_of(caught.value)
+            assert run.state.progress.updates == 2
+            assert_records_equal(run.state.params, fold(step, twin, make_batches(4)).state.params)
+
+    def test_a_sink_that_fails_at_the_end_does_not_hide_the_first_error(self) -> None:
+        class Full(Memory):
+            def write(self, event: Event) -> None:
+                if isinstance(event, RunEnded):
+                    raise OSError("disk full")
+
+        step, state, _ = started()
+        other = Memory()
+        with pytest.raises(ZeroDivisionError) as caught:
+            fold(step.insert_after("Forward", tap(lambda f: 1 // 0)), state, make_batches(2), sinks=[Full(), other])
+        assert "disk full" in "".join(caught.value.__notes__)
+        assert other.names() == ["RunStarted", "EpochStarted", "RunEnded"]
+        assert other.events[-1].time > 0
+
+    def test_a_sink_that_fails_takes_the_run_along_and_leaves_the_others_theirs(self) -> None:
+        class Failing(Memory):
+            def write(self, event: Event) -> None:
+                super().write(event)
+                if len(self.events) == 4:
+                    raise OSError("disk full")
+
+        step, state, _ = started()
+        other = Memory()
+        with pytest.raises(OSError, match="disk full") as caught:
+            fold(step, state, make_batches(30), sinks=[Failing(), other], publish_every=3)
+        assert isinstance(other.events[-1], RunEnded)
+        assert run_of(caught.value).state.progress.updates == 3
 
     def test_an_error_that_no_fold_raised_holds_no_run(self) -> None:
         with pytest.raises(ValueError, match="did not come out of a fold"):
@@ -311,6 +437,19 @@ class TestEvaluation:
         done = [(e.name, e.update) for e in sink.events if isinstance(e, EvalDone)]
         assert done == [("u3", 3), ("e2", 4), ("u3", 6), ("e2", 8), ("u3", 9)]
 
+    def test_every_n_updates_are_met_when_a_step_makes_several(self) -> None:
+        model = make_model("mlp")
+        step = chain(repeat(2, make_step(model, 1).without("EmitEvents")))
+        sink = Memory()
+        fold(
+            step,
+            init(step, model),
+            make_batches(5),
+            sinks=[sink],
+            evaluations=[evaluation(model, when=EveryUpdates(3))],
+        )
+        assert [e.update for e in sink.events if isinstance(e, EvalDone)] == [4, 6, 10]
+
     def test_the_last_epoch_is_evaluated_although_a_limit_falls_on_its_end(self) -> None:
         step, state, model = started()
         sink = Memory()
@@ -440,6 +579,23 @@ class TestRandomness:
         torch.manual_seed(99)
         again, _ = apply(step, kept[3], make_batches(6)[4])
         assert_records_equal(again, kept[4])
+
+    def test_the_closing_pass_draws_by_seed_and_number_alone_too(self) -> None:
+        def noisy(f: Any) -> Any:
+            grads = f.state.window.grads.map(lambda g: g + torch.rand(()))
+            return f.having(state=attrs.evolve(f.state, window=attrs.evolve(f.state.window, grads=grads)))
+
+        def drawing(batches: list[Any]) -> Iterator[Any]:
+            yield from batches
+            torch.rand(5)
+
+        ends = []
+        for stream in (make_batches(3), drawing(make_batches(3)), [None, *make_batches(3)]):
+            step, state, _ = started()
+            step = step.insert_after("Accumulate", when(lambda f: f.ready, noisy))
+            ends.append(fold(step, state, stream).state.params)
+        assert_records_equal(ends[1], ends[0])
+        assert_records_equal(ends[2], ends[0])
 
     def test_other_seeds_and_ranks_draw_otherwise(self) -> None:
         model = make_model("dropout")

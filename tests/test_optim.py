@@ -1,15 +1,18 @@
 """Optimizers as pure functions: any class, groups, settings, and state by name."""
 
+import functools
 from typing import Any
 
 import attrs
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from pipeline import Forward, Frame, Group, MaybeStep, Optimizer, fold, init, schedules, supervised
-from pipeline.errors import SettingError
+from pipeline import Forward, Frame, Group, MaybeStep, Optimizer, apply, fold, init, supervised
+from pipeline.errors import DuplicateNameError, OptimizerMismatchError, SettingError
 from pipeline.optim import layer_decay, no_decay
+from pipeline.records import OptimizerState
 from pipeline.testing import assert_matches_loop, assert_records_equal, frame
 from tests.laws.cases import make_batches, make_model, make_step
 
@@ -128,6 +131,103 @@ def test_each_parameter_belongs_to_the_first_group_that_matches() -> None:
     assert names == ["1.weight", "0.weight", "0.bias", "1.bias"]
 
 
+def test_groups_of_one_label_are_refused() -> None:
+    even, odd = (lambda name, p: name < "1"), (lambda name, p: name >= "1")
+    for groups in ([Group(even), Group(odd)], [Group("*", name="default")]):
+        with pytest.raises(DuplicateNameError, match="group"):
+            Optimizer(torch.optim.SGD, lr=0.1, groups=groups)
+
+
+def test_settings_come_from_the_rule_and_counters_from_the_state() -> None:
+    model = make_model("mlp")
+    rules = [Optimizer(torch.optim.AdamW, lr=0.1, groups=[Group("*.bias", weight_decay=wd)]) for wd in (0.0, 0.7)]
+    steps = [make_step(model, 1, rule) for rule in rules]
+    state = fold(steps[0], init(steps[0], model), make_batches(2)).state.copy()
+    fresh = attrs.evolve(state, optimizer=OptimizerState(state.optimizer.tensors))
+    ends = [fold(steps[1], given.copy(), make_batches(2)).state.params for given in (state, fresh)]
+    assert_records_equal(ends[0], ends[1])
+    assert not state.optimizer.numbers
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_sparse_gradients_train_as_dense_ones(donate: bool) -> None:
+    ends = []
+    for sparse in (True, False):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Embedding(5, 3, sparse=sparse), nn.Linear(3, 1))
+        step = make_step(model, 2, Optimizer(torch.optim.SGD, lr=0.1), 0.5)
+        step = step.replace("Forward", Forward(model, lambda m, ids: m(ids).pow(2).mean()))
+        ids = [torch.tensor([1, 1, 3]), torch.tensor([0, 1, 1]), torch.tensor([2])]
+        ends.append(fold(step, init(step, model), ids, donate=donate).state.params)
+    assert_records_equal(ends[0], ends[1], rtol=1e-6)
+
+
+class ListSGD(torch.optim.SGD):
+    """A third party's: a list of tensors in its state."""
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    history = self.state[p].setdefault("history", [])
+                    history.append(p.grad.clone())
+                    with torch.no_grad():
+                        p.sub_(sum(history) * group["lr"])
+
+
+def test_lists_in_the_state_are_no_way_round_immutability() -> None:
+    model = make_model("mlp")
+    step = make_step(model, 1, Optimizer(ListSGD, lr=0.1))
+    state = fold(step, init(step, model), make_batches(2)).state.copy()
+    first, second = (apply(step, state, make_batches(3)[2])[0] for _ in range(2))
+    assert_records_equal(first.params, second.params)
+    assert len(state.optimizer.of("0.weight")["history"]) == 2
+
+
+def test_an_optimizer_that_finds_another_ones_entries_says_so() -> None:
+    model = make_model("mlp")
+    first, second = (make_step(model, 1, Optimizer(cls, lr=0.1)) for cls in (torch.optim.Adagrad, torch.optim.AdamW))
+    state = fold(first, init(first, model), make_batches(2)).state
+    with pytest.raises(OptimizerMismatchError, match="begin them anew"):
+        fold(second, state.copy(), make_batches(2))
+    anew = attrs.evolve(state.copy(), optimizer=OptimizerState())
+    assert fold(second, anew, make_batches(2)).state.progress.updates == 4
+
+
+def test_a_key_error_of_the_optimizers_own_is_left_as_it_is() -> None:
+    class Broken(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+            raise KeyError("mine")
+
+    model = make_model("mlp")
+    step = make_step(model, 1, Optimizer(Broken, lr=0.1))
+    with pytest.raises(KeyError, match="mine"):
+        fold(step, init(step, model), make_batches(1))
+
+
+def test_hooks_on_all_optimizers_and_a_step_that_wraps_another_are_called() -> None:
+    called: list[str] = []
+
+    class Wrapping(torch.optim.SGD):
+        @functools.wraps(torch.optim.SGD.step)
+        def step(self, *args: Any, **more: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            called.append("own")
+            return super().step(*args, **more)
+
+    model = make_model("mlp")
+    step = make_step(model, 1, Optimizer(Wrapping, lr=0.1))
+    fold(step, init(step, model), make_batches(2))
+    assert called == ["own"] * 2
+    handle = register_optimizer_step_post_hook(lambda *_: called.append("global"))
+    try:
+        plain = make_step(model, 1, Optimizer(torch.optim.AdamW, lr=0.1))
+        fold(plain, init(plain, model), make_batches(2))
+    finally:
+        handle.remove()
+    assert called == ["own"] * 2 + ["global"] * 2
+
+
 def test_hooks_of_the_class_are_called() -> None:
     called: list[int] = []
 
@@ -156,32 +256,6 @@ def test_a_window_in_which_no_item_counts_is_skipped_and_told() -> None:
     assert (run.state.progress.updates, run.state.progress.skipped) == (0, 1)
     assert_records_equal(run.state.params, before.params)
     assert fold(step, run.state, [(x, y)]).state.progress.updates == 1
-
-
-class TestSchedules:
-    def test_warmup_cosine_equals_its_formula_and_torchs_counterpart(self) -> None:
-        peak, warmup, total, floor = 0.3, 5, 60, 0.01
-        schedule = schedules.warmup_cosine(peak, warmup, total, floor)
-        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=peak)
-        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total - warmup, eta_min=floor)
-        for count in range(warmup):
-            assert schedule(count) == pytest.approx(peak * (count + 1) / warmup, abs=1e-15)
-        for count in range(warmup, total):
-            assert schedule(count) == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-12)
-            optimizer.step()
-            cosine.step()
-        assert [schedule(n) for n in (total, total + 5, 10**9)] == [floor] * 3
-
-    def test_no_update_is_wasted_on_a_rate_of_zero_and_no_warmup_is_no_division_by_zero(self) -> None:
-        assert schedules.warmup_cosine(1.0, 4, 100)(0) == 0.25
-        assert schedules.warmup_cosine(1.0, 0, 100)(0) == 1.0
-        assert schedules.constant(0.5)(123) == 0.5
-
-    def test_they_print_as_written_and_refuse_what_makes_no_sense(self) -> None:
-        assert repr(schedules.warmup_cosine(1e-3, 10, 20)) == "WarmupCosine(peak=0.001, warmup=10, total=20, floor=0.0)"
-        for bad in ({"peak": -1.0}, {"warmup": 20}, {"floor": float("nan")}):
-            with pytest.raises(SettingError):
-                schedules.warmup_cosine(**{"peak": 1.0, "warmup": 10, "total": 20, **bad})
 
 
 class TestMasters:

@@ -128,6 +128,8 @@ class TestTrainState:
         assert float(run.state.optimizer.tensors["0.weight/step"]) == 3
         assert run.state.optimizer.of("nothing") == {}
         assert isinstance(run.state.optimizer.copy(), OptimizerState)
+        again = pickle.loads(pickle.dumps(run.state))
+        assert_records_equal(again, run.state)
 
 
 class TestLossScale:
@@ -192,6 +194,13 @@ class TestCompare:
     def test_it_tells_shapes_dtypes_names_and_nan_apart(self, other: dict[str, torch.Tensor]) -> None:
         with pytest.raises(LawError):
             assert_records_equal({"w": torch.ones(2)}, other)
+
+    def test_a_tolerance_is_a_share_of_what_is_finite(self) -> None:
+        big = torch.tensor([1.0, float("inf")])
+        with pytest.raises(LawError):
+            assert_records_equal(torch.tensor([99.0, float("inf")]), big, rtol=1e-6)
+        assert_records_equal(torch.tensor([1.0, float("inf")]), big, rtol=1e-6)
+        assert_records_equal(torch.tensor([float("nan")]), torch.tensor([float("nan")]), rtol=1e-6)
 
     def test_nan_equals_nan(self) -> None:
         assert_records_equal(Window(loss=float("nan")), Window(loss=float("nan")))

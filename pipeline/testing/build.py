@@ -52,7 +52,7 @@ def frame(
     Numbers and lists become float32 tensors, parameters among them with `requires_grad`; tensors are taken as they are.
 
     Args: grads: of this micro-batch, from ScaledBackward; sums: those of the window; micro_batches: in the window, 1
-          where there are sums; window_weight: their summed relative weight, `micro_batches` by default; more: any other
+          where there are sums; window_weight: their summed weight, `micro_batches` by default; more: any other
           field of a frame, such as `facts`, `measures`, `closed`.
     """
     count = (1 if sums else 0) if micro_batches is None else micro_batches

@@ -19,9 +19,9 @@ __all__ = ["assert_records_equal"]
 def assert_records_equal(actual: Any, expected: Any, *, rtol: float = 0.0, what: str = "record") -> None:
     """Raise LawError, naming the place, unless the two records hold the same values.
 
-    Bit for bit by default, NaN equal to NaN, dtype, shape and `requires_grad` included. With `rtol`, tensors may differ
-    by `rtol` times the largest magnitude in the expected one. Works on records, tensors, events, and on tuples, lists
-    and mappings of them.
+    Value for value by default, NaN equal to NaN and -0 to 0, dtype, shape and `requires_grad` included. With `rtol`,
+    tensors may differ by `rtol` times the largest finite magnitude in the expected one. Works on records, tensors,
+    events, and on tuples, lists and mappings of them.
     """
     ours, theirs = dict(_leaves(actual, what)), dict(_leaves(expected, what))
     if ours.keys() != theirs.keys():
@@ -70,7 +70,8 @@ def _difference(actual: Any, expected: Any, rtol: float) -> str:
     ours, theirs = actual.detach(), expected.detach()
     if ours.layout is not torch.strided:
         ours, theirs = ours.to_dense(), theirs.to_dense()
-    tolerance = rtol * float(theirs.abs().max()) if rtol and theirs.numel() else 0.0
+    finite = theirs[theirs.isfinite()]
+    tolerance = rtol * float(finite.abs().max()) if rtol and finite.numel() else 0.0
     near = torch.isclose(ours, theirs, rtol=0.0, atol=tolerance, equal_nan=True)
     if bool(near.all()):
         return ""

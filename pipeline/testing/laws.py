@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipeline._declared import name_of
 from pipeline.errors import LawError
 from pipeline.loop import fold, init
 from pipeline.records import Frame, TrainState
 from pipeline.tensors import Tensors
 from pipeline.testing.compare import assert_records_equal
-from pipeline.transform import Chain, Transform
+from pipeline.transform import Chain, Transform, named
 from pipeline.transforms import Accumulate
 from pipeline.until import Limit
 
@@ -76,6 +77,8 @@ def _tensors_of(state: TrainState) -> list[tuple[str, Tensors]]:
 def _split(batch: Any, sizes: Sequence[int]) -> list[Any]:
     leaves, form = pytree.tree_flatten(batch)
     whole = sum(sizes)
+    if not any(isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == whole for leaf in leaves):
+        raise LawError(f"no tensor of the batch has {whole} rows, which is what the sizes {list(sizes)} add up to")
     pieces = [
         leaf.split(list(sizes))
         if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == whole
@@ -94,13 +97,13 @@ def assert_split_invariant(
     magnitude in each. Dropout and BatchNorm see other batches in each split, and are no part of this law. The state is
     left as it is.
     """
-    window = next((t for t in step.transforms if isinstance(t, Accumulate)), None)
+    found = [(name_of(t), getattr(t, "inner", t)) for t in step.transforms]
+    name, window = next(((n, t) for n, t in found if isinstance(t, Accumulate)), ("", None))
     if window is None:
         raise LawError("assert_split_invariant needs a step with an Accumulate in it")
-    name = type(window).__name__
     ends: list[Tensors] = []
     for pieces in ([batch], _split(batch, sizes)):
-        cut = step.replace(name, attrs.evolve(window, every=len(pieces)))
+        cut = step.replace(name, named(name, attrs.evolve(window, every=len(pieces))))
         ends.append(fold(cut, state.copy(), pieces).state.params)
     assert_records_equal(ends[1], ends[0], rtol=rtol, what=f"split into {list(sizes)} against whole, params")
 
@@ -124,6 +127,6 @@ def assert_matches_loop(
     twin = copy.deepcopy(model)
     loop(twin, batches)
     fold(step, init(step, model, seed=seed), batches, until=until)
-    for kind, named in (("params", "named_parameters"), ("buffers", "named_buffers")):
-        ours, theirs = dict(getattr(model, named)()), dict(getattr(twin, named)())
+    for kind, of in (("params", nn.Module.named_parameters), ("buffers", nn.Module.named_buffers)):
+        ours, theirs = dict(of(model)), dict(of(twin))
         assert_records_equal(ours, theirs, rtol=rtol, what=f"fold against loop, {kind}")

@@ -2,23 +2,35 @@
 
 from pipeline.transforms._norm import global_norm
 from pipeline.transforms.accumulate import Accumulate
+from pipeline.transforms.average import AverageWeights, averaged
 from pipeline.transforms.backward import ScaledBackward
 from pipeline.transforms.clip import ClipByGlobalNorm
+from pipeline.transforms.clip_adaptive import AdaptiveClip
+from pipeline.transforms.clip_groups import ClipByGroupNorm, ClipPerParameter
+from pipeline.transforms.clip_value import ClipByValue
 from pipeline.transforms.emit import EmitEvents
 from pipeline.transforms.forward import Forward, supervised
 from pipeline.transforms.guard import DropNonFinite, SkipSpikes
+from pipeline.transforms.sharpness import SharpnessAware
 from pipeline.transforms.step import MaybeStep, UpdateRule
 
 __all__ = [
     "Accumulate",
+    "AdaptiveClip",
+    "AverageWeights",
     "ClipByGlobalNorm",
+    "ClipByGroupNorm",
+    "ClipByValue",
+    "ClipPerParameter",
     "DropNonFinite",
     "EmitEvents",
     "Forward",
     "MaybeStep",
     "ScaledBackward",
+    "SharpnessAware",
     "SkipSpikes",
     "UpdateRule",
+    "averaged",
     "global_norm",
     "supervised",
 ]

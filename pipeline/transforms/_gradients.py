@@ -78,12 +78,25 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def _counted(grad: Tensor) -> Tensor:
+    """The gradient without its graph; a narrow sparse one's duplicates added up, and overflowing, in its precision."""
+    grad = grad.detach()
+    return grad.coalesce() if grad.layout is torch.sparse_coo and grad.dtype not in WIDE else grad
+
+
+def _added(total: Tensor, grad: Tensor) -> Tensor:
+    """`total` + `grad` in the place of `total`; a dense gradient makes a sparse sum dense."""
+    if total.layout is torch.sparse_coo and grad.layout is not torch.sparse_coo:
+        total = total.to_dense()
+    return total.add_(grad)
+
+
 def add_grads(sums: Tensors, grads: Tensors, order: Mapping[str, int], update: int) -> Tensors:
     """`sums` + `grads`, in float32 or wider; in place where `sums` owns its buffers. In the order of `order`."""
+    new = {name: _counted(grad) for name, grad in grads.items()}
     if not sums:
-        fresh = {n: g.detach().to(_sum_dtype(g.dtype), copy=True) for n, g in grads.items()}
-        return Tensors(fresh)
-    old, new = dict(sums.writable(update)), {n: g.detach() for n, g in grads.items()}
+        return Tensors({n: g.to(_sum_dtype(g.dtype), copy=True) for n, g in new.items()})
+    old = dict(sums.writable(update))
     for name, grad in new.items():
-        old[name] = old[name].add_(grad) if name in old else grad.to(_sum_dtype(grad.dtype), copy=True)
+        old[name] = _added(old[name], grad) if name in old else grad.to(_sum_dtype(grad.dtype), copy=True)
     return Tensors({name: old[name] for name in sorted(old, key=lambda n: order.get(n, len(order)))})

@@ -9,8 +9,9 @@ import attrs
 import torch
 from torch import Tensor
 
+from pipeline._checks import whole
 from pipeline.errors import MissingFieldError, SettingError
-from pipeline.records import Frame, Progress, Scalar, TrainState, Window
+from pipeline.records import Frame, Progress, Scalar, Skipped, TrainState, Window
 from pipeline.tensors import Tensors
 from pipeline.transforms._gradients import WIDE, add_grads, backward_into, counts_for_nothing, root_of, widened
 from pipeline.transforms.backward import ScaledBackward
@@ -55,13 +56,12 @@ class Accumulate:
     every: int = 1
     at_end: Literal["flush", "drop", "carry"] = "flush"
 
-    reads = frozenset({"grads", "loss", "weight"})
-    writes = frozenset({"window.grads", "ready", "update_factor", "progress"})
+    reads = frozenset({"grads", "loss", "weight", "measures", "samples"})
+    writes = frozenset({"window", "window.grads", "ready", "update_factor", "progress", "skip"})
     uses_up = frozenset({"grads"})
 
     def __attrs_post_init__(self) -> None:
-        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise SettingError("Accumulate.every", "a whole number of micro-batches, 1 or more", self.every)
+        whole("Accumulate.every", self.every)
         if self.at_end not in ("flush", "drop", "carry"):
             raise SettingError("Accumulate.at_end", "'flush', 'drop' or 'carry'", self.at_end)
 
@@ -86,7 +86,7 @@ class Accumulate:
                 loss, losses = _added(loss, _times(value, relative)), (*losses, value)
         window = Window(
             sums,
-            _added(window.weight, relative),
+            _added(window.weight, weight.detach() if isinstance(weight, Tensor) else weight),
             reference,
             loss,
             _added_measures(window.measures, frame.measures) if frame.measures else window.measures,
@@ -105,9 +105,17 @@ class Accumulate:
             p.skips_in_row,
         )
         state = TrainState(
-            state.params, state.buffers, state.optimizer, window, state.loss_scale, progress, state.rng, state.slots
+            state.params,
+            state.buffers,
+            state.optimizer,
+            window,
+            state.loss_scale,
+            progress,
+            state.rng,
+            state.slots,
+            state.rate_factor,
         )
-        frame = frame.having(state=state, grads=None, applied=None)
+        frame = frame.having(state=state, grads=None, applied=None, skip=None, skipped=None)
         return frame if window.micro_batches < self.every else _closed(frame)
 
     def finish(self, frame: Frame) -> Frame:
@@ -125,16 +133,24 @@ class Accumulate:
 
 def _closed(frame: Frame) -> Frame:
     state = frame.state
-    weight, scale = state.window.weight, state.loss_scale
     params, sums = state.params, state.window.grads
     frozen = [n for n in sums.index if n in params.index and not params.flat[params.index[n]].requires_grad]
     if frozen:
         left = Tensors((name, sum_) for name, sum_ in sums.items() if name not in frozen)
         window = attrs.evolve(state.window, grads=left.owned() if sums.is_owned else left)
         state = attrs.evolve(state, window=window)
+    return _weighed(frame.having(state=state, ready=True))
+
+
+def _weighed(frame: Frame) -> Frame:
+    """The factor that makes the sums a mean: 1 / (relative weight × loss scale), 0 where nothing counted."""
+    weight, scale = frame.state.window.relative_weight, frame.state.loss_scale
     total = weight if scale is None else weight * scale.scale
-    nothing = not isinstance(total, Tensor) and total == 0
-    return frame.having(state=state, ready=True, update_factor=0.0 if nothing else 1.0 / total)
+    if not isinstance(total, Tensor):
+        return frame.having(update_factor=1.0 / total if total else 0.0)
+    nothing = total == 0
+    factor = torch.where(nothing, torch.zeros_like(total), total.reciprocal())
+    return frame.having(update_factor=factor, skip=nothing, skipped=Skipped("no items counted"))
 
 
 @attrs.frozen

@@ -29,7 +29,7 @@ class ScaledBackward:
     Raises:   NoGraphError where the loss has no graph: every parameter frozen, or computed without gradients.
     """
 
-    reads = frozenset({"loss", "weight", "params"})
+    reads = frozenset({"loss", "weight", "params", "window", "loss_scale"})
     writes = frozenset({"grads"})
 
     def __call__(self, frame: Frame) -> Frame:

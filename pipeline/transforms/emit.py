@@ -16,19 +16,15 @@ __all__ = ["EmitEvents"]
 _TYPED = frozenset({"grad_norm", "clip_factor"})
 
 
-def _mean(total: Scalar, weight: Scalar) -> Scalar:
+def _mean_loss(window: Window) -> Scalar:
+    weight = window.relative_weight
     if isinstance(weight, (int, float)):
-        return total if weight == 1.0 else float("nan") if weight == 0 else total / weight
-    return total / weight
+        return window.loss if weight == 1.0 else float("nan") if weight == 0 else window.loss / weight
+    return window.loss / weight
 
 
 def _bare(value: Scalar) -> Scalar:
     return value.detach() if isinstance(value, Tensor) else value
-
-
-def _total_weight(window: Window) -> Scalar:
-    reference = window.reference
-    return 0.0 if reference is None else window.weight * reference
 
 
 @attrs.frozen
@@ -59,7 +55,8 @@ class EmitEvents:
         events: list[Event] = [*frame.events]
         if self.micro_batches and frame.loss is not None:
             loss = frame.loss.detach()
-            events.append(MicroBatchDone(**at, loss=loss, weight=frame.weight, samples=frame.samples))
+            before = {**at, "update": frame.began.updates}  # it comes before the update that it may have led to
+            events.append(MicroBatchDone(**before, loss=loss, weight=frame.weight, samples=frame.samples))
         if frame.applied is not None and frame.closed is not None:
             events.append(_of_window(frame, frame.closed, at))
             scale = frame.state.loss_scale
@@ -70,7 +67,7 @@ class EmitEvents:
 
 def _of_window(frame: Frame, window: Window, at: Mapping[str, Any]) -> Event:
     facts, progress = frame.facts, frame.state.progress
-    loss = _mean(window.loss, window.weight)
+    loss = _mean_loss(window)
     if frame.skipped is not None:
         return UpdateSkipped(
             **at,
@@ -88,7 +85,7 @@ def _of_window(frame: Frame, window: Window, at: Mapping[str, Any]) -> Event:
     return UpdateDone(
         **at,
         loss=loss,
-        weight=_total_weight(window),
+        weight=window.weight,
         micro_batches=window.micro_batches,
         rates=frame.rates,
         grad_norm=facts["grad_norm"],

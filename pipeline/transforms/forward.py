@@ -8,11 +8,12 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from pipeline._binding import tied_names
 from pipeline.errors import DeviceError, LossError, SettingError, StateMismatchError
-from pipeline.records import Frame, Loss, Scalar
+from pipeline.records import Frame, Loss, Scalar, TrainState
 from pipeline.tensors import Tensors
 from pipeline.transforms._recompute import chosen, recomputed
 
@@ -57,6 +58,8 @@ class Forward:
     Edges:    `samples`, where the loss gives none, is the first dimension of the first tensor in the batch that
               has one. The module's mode (train, eval) is the caller's and is left alone. BatchNorm statistics are
               those of the micro-batches. What a module keeps in plain Python attributes is no state: copies share it.
+              Hooks on the module run either way, hooks on a parameter only while the parameter itself is trained, and
+              not on its copies.
     Args:     model: the module; loss: `loss(model, batch)` that returns a 0-d mean, `Loss.mean(…)` or `Loss.sum(…)`.
               While it runs, `model` holds the frame's parameters, whether they are its own or not. `batch` may be any
               container. autocast: `torch.bfloat16` or `torch.float16`, in which the forward then runs as under
@@ -75,7 +78,7 @@ class Forward:
     _recomputed: list[nn.Module] = attrs.field(init=False, eq=False)
 
     reads = frozenset({"params", "buffers", "batch"})
-    writes = frozenset({"loss", "weight", "measures", "samples", "output", "buffers"})
+    writes = frozenset({"loss", "weight", "measures", "samples", "tokens", "output", "buffers"})
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -87,6 +90,20 @@ class Forward:
         object.__setattr__(self, "_recomputed", chosen(self.model, self.recompute))
         object.__setattr__(self, "_whole", _LossOfModel(self.model, self.loss))
         object.__setattr__(self, "_buffers", _buffer_places(self.model))
+
+    def init(self, state: TrainState) -> TrainState:
+        """Check that the model is still the one that this was built for, and has its parameters.
+
+        Raises: SettingError, with the cure.
+        """
+        if any(is_lazy(t) for t in (*state.params.flat, *state.buffers.flat)):
+            cure = "Run one batch through it before `init`."
+            raise SettingError("Forward.model", "initialised (it has lazy modules)", type(self.model).__name__, cure)
+        now = _buffer_places(self.model)
+        if len(now) != len(self._buffers) or any(a[0] is not b[0] for a, b in zip(now, self._buffers, strict=True)):
+            cure = "Build Forward after the last change to the model's modules."
+            raise SettingError("Forward.model", "as it was when Forward was built", type(self.model).__name__, cure)
+        return state
 
     def __call__(self, frame: Frame) -> Frame:
         state = frame.state
@@ -233,9 +250,10 @@ def _tensors_in(tree: Any) -> Iterator[Tensor]:
 
 def _samples_in(batch: Any) -> int:
     """How many samples a batch holds: the first dimension of its first tensor that has one; 1 where there is none."""
-    first = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
-    if isinstance(first, Tensor) and first.ndim:
-        return first.shape[0]
+    if isinstance(batch, (tuple, list)) and batch:
+        first: Any = batch[0]  # pyright: ignore[reportUnknownVariableType]
+        if isinstance(first, Tensor) and first.ndim:
+            return first.shape[0]
     return next((t.shape[0] for t in _tensors_in(batch) if t.ndim), 1)
 
 
@@ -249,12 +267,13 @@ class _Supervised:
         inputs, targets = batch
         output = model(inputs)
         value = self.loss(output, targets)
-        weight = len(inputs) if self.weight is None else self.weight(output, targets)
+        samples = _samples_in(batch)
+        weight = samples if self.weight is None else self.weight(output, targets)
         if self.measures:
             with torch.no_grad():
                 measures = {name: measure(output, targets) for name, measure in self.measures.items()}
-            return Loss.mean(value, weight, measures=measures, samples=len(inputs))
-        return Loss.mean(value, weight, samples=len(inputs))
+            return Loss.mean(value, weight, measures=measures, samples=samples)
+        return Loss.mean(value, weight, samples=samples)
 
     def __repr__(self) -> str:
         more = f", measures={sorted(self.measures)}" if self.measures else ""

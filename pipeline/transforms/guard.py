@@ -59,7 +59,7 @@ def _where(good: Tensor, grad: Tensor) -> Tensor:
 
 @attrs.frozen
 class SkipSpikes:
-    """Skip an update whose gradient norm is above `multiple` times the running median.
+    """Skip an update whose gradient norm, before clipping, is above `multiple` times the running median.
 
     Reads:    `window.grads`, `update_factor`; the norms of the last windows, from its slot.
     Writes:   `skip`, 0-d and true for a spike; its slot, "spike norms": the last `over` finite norms, spikes among
@@ -98,8 +98,9 @@ class SkipSpikes:
                 "SkipSpikes", f"state.slots[{self.slot!r}]", "make the state with `init(step, model)`"
             )
         norms: Tensor = frame.state.slots[self.slot]
-        raw = sum_norm(frame)
-        norm = normalised(raw, frame.update_factor).to(norms.dtype)
+        measured = frame.facts.get("grad_norm") if frame.sum_norm is not None else None  # by a clip before this
+        norm = measured if isinstance(measured, Tensor) else normalised(sum_norm(frame), frame.update_factor)
+        norm = norm.to(norms.dtype)
         known = (~norms.isnan()).sum()
         spike = (norm > self.multiple * norms.nanmedian()) & (known >= self.least)
         norms = torch.where(norm.isfinite(), torch.cat([norms[1:], norm[None]]), norms)

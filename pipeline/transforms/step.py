@@ -9,7 +9,7 @@ from typing import Protocol
 import attrs
 import torch
 
-from pipeline.errors import SettingError
+from pipeline.errors import MissingFieldError, SettingError
 from pipeline.records import Frame, OptimizerState, Progress, Scalar, Skipped, TrainState, Window
 from pipeline.tensors import Tensors
 from pipeline.transforms._norm import first_non_finite, normalised, sum_norm
@@ -64,8 +64,10 @@ class MaybeStep:
 
     optimizer: UpdateRule
 
-    reads = frozenset({"window.grads", "ready", "update_factor", "params"})
-    writes = frozenset({"applied", "closed", "rates", "params", "facts", "progress"})
+    reads = frozenset({"window.grads", "ready", "update_factor", "params", "optimizer"})
+    writes = frozenset(
+        {"applied", "closed", "rates", "params", "optimizer", "window", "loss_scale", "facts", "progress"}
+    )
     uses_up = frozenset({"window.grads", "ready", "update_factor"})
 
     def __attrs_post_init__(self) -> None:
@@ -79,21 +81,22 @@ class MaybeStep:
 
     def __call__(self, frame: Frame) -> Frame:
         if not frame.ready:
+            if frame.grads is not None:
+                raise MissingFieldError("MaybeStep", "window.grads", "put Accumulate after ScaledBackward")
             return frame
         state, factor = frame.state, frame.update_factor
         window, p = state.window, state.progress
         counted = bool(window.grads) and not (isinstance(factor, float) and factor == 0.0)
-        facts = frame.facts
-        if frame.sum_norm is not None and frame.sum_norm[0] is window.grads:
-            norm = facts["grad_norm"]
-        else:
-            norm = normalised(sum_norm(frame), factor)
-            facts = {**facts, "grad_norm": norm}
+        norm = normalised(sum_norm(frame), factor)
+        measured = frame.sum_norm is not None and "grad_norm" in frame.facts  # by a clip, before it clipped
+        facts = frame.facts if measured else {**frame.facts, "grad_norm": norm}
         # The one value that the host reads: below 0 where the update is not wanted, the norm otherwise.
         read = float(norm if frame.skip is None else torch.where(frame.skip, -1.0, norm))
         finite = math.isfinite(read)
         params, buffers, optimizer = state.params, state.buffers, state.optimizer
         rates = self.optimizer.rates(p.updates)
+        if state.rate_factor != 1.0:
+            rates = {group: rate * state.rate_factor for group, rate in rates.items()}
         applied = finite and counted and read >= 0
         if applied:
             params, optimizer = self.optimizer.update(
@@ -110,10 +113,11 @@ class MaybeStep:
             buffers,
             optimizer,
             Window(),
-            scale if scale is None or not counted else scale.after(finite),
+            scale if scale is None or not counted or read < 0 else scale.after(finite),
             _counted(p, applied),
             state.rng,
             state.slots,
+            state.rate_factor,
         )
         return frame.having(
             state=state,

@@ -116,7 +116,7 @@ def step_of(
 
 def all_monitors() -> list[Monitor]:
     """One of each monitor, those with settings watching `val_loss` or the measure `error`."""
-    settings = {"EarlyStopping": ("val_loss", 1000), "Mean": ("error",)}
+    settings = {"EarlyStopping": ("val_loss", 1000), "Mean": ("error",), "Plateau": ("val_loss",)}
     return [getattr(monitors, name)(*settings.get(name, ())) for name in monitors.__all__]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,11 @@ from torch.nn import functional as F
 
 from pipeline import (
     Accumulate,
+    AdaptiveClip,
     ClipByGlobalNorm,
+    ClipByGroupNorm,
+    ClipByValue,
+    ClipPerParameter,
     EmitEvents,
     Forward,
     Frame,
@@ -20,6 +25,7 @@ from pipeline import (
     LossScale,
     MaybeStep,
     Optimizer,
+    Progress,
     ScaledBackward,
     Window,
     branch,
@@ -34,7 +40,7 @@ from pipeline import (
 )
 from pipeline.testing import frame
 from pipeline.transform import Chain, Transform
-from pipeline.transforms import DropNonFinite, SkipSpikes
+from pipeline.transforms import AverageWeights, DropNonFinite, SharpnessAware, SkipSpikes
 
 IN, OUT = 6, 3
 
@@ -185,6 +191,37 @@ def _clip(seed: int) -> tuple[Transform, Frame]:
     return ClipByGlobalNorm(0.5), _window_frame(seed)
 
 
+CLIPS: list[Transform] = [
+    ClipByGlobalNorm(0.5),
+    ClipByGlobalNorm(0.5, p=1),
+    ClipByGlobalNorm(0.5, p=math.inf),
+    ClipByValue(0.1),
+    ClipByGroupNorm({"w": 0.5, "[bs]": 0.1}),
+    ClipPerParameter(0.3),
+    AdaptiveClip(0.1, leave="b"),
+]
+
+
+def _clip_case(clip: Transform, kind: str) -> Case:
+    """A clip of gradients that are all dense and real, or also sparse (with duplicates), complex and empty."""
+
+    def make(seed: int) -> tuple[Transform, Frame]:
+        if kind == "dense":
+            return clip, _window_frame(seed)
+        generator = torch.Generator().manual_seed(seed)
+        values = torch.randn(3, 2, generator=generator)
+        sums = {
+            "w": torch.sparse_coo_tensor(torch.tensor([[2, 0, 2]]), values, (3, 2), check_invariants=True),
+            "b": torch.randn(2, dtype=torch.complex64, generator=generator),
+            "s": torch.randn((), generator=generator),
+            "e": torch.zeros(0, 2),
+        }
+        params = {**_params(seed), "b": torch.randn(2, dtype=torch.complex64), "e": torch.zeros(0, 2)}
+        return clip, frame(params, sums=sums, ready=True, update_factor=0.25)
+
+    return Case(f"{clip!r} of {kind} gradients", frozenset({type(clip).__name__}), make)
+
+
 def _step(seed: int, **settings: Any) -> tuple[Transform, Frame]:
     rule = Optimizer(torch.optim.AdamW, lr=0.1, **settings)
     return MaybeStep(rule), _window_frame(seed, loss_scale=LossScale(scale=4.0))
@@ -199,6 +236,23 @@ def _spikes(seed: int) -> tuple[Transform, Frame]:
     spikes = SkipSpikes(over=4, least=1)
     given = _window_frame(seed)
     return spikes, given.having(state=spikes.init(given.state))
+
+
+def _averaged(seed: int, **settings: Any) -> tuple[Transform, Frame]:
+    average = AverageWeights(**settings)
+    given = frame(_params(seed), applied=True, progress=Progress(updates=1))
+    begun = average.init(given.state)
+    moved = frame({name: 2 * value.detach() for name, value in _values(seed).items()}).state.params
+    return average, given.having(state=attrs.evolve(begun, params=moved))
+
+
+def _sharp(name: str) -> Callable[[int], tuple[Transform, Frame]]:
+    def make(seed: int) -> tuple[Transform, Frame]:
+        model = make_model(name, seed)
+        sharp = SharpnessAware(Forward(model, supervised(F.cross_entropy)))
+        return chain(sharp, Accumulate(2)), Frame(init(sharp, model), make_batch(seed))
+
+    return make
 
 
 def _emit(seed: int) -> tuple[Transform, Frame]:
@@ -237,7 +291,7 @@ CASES = [
     Case("Forward", frozenset({"Forward", "supervised"}), _forward),
     Case("ScaledBackward", frozenset({"ScaledBackward"}), _backward),
     Case("Accumulate", frozenset({"Accumulate"}), _accumulate),
-    Case("ClipByGlobalNorm", frozenset({"ClipByGlobalNorm"}), _clip),
+    *(_clip_case(clip, kind) for clip in CLIPS for kind in ("dense", "odd")),
     Case("MaybeStep fused", frozenset({"MaybeStep", "Optimizer"}), _step),
     Case("MaybeStep", frozenset({"MaybeStep", "Optimizer"}), lambda seed: _step(seed, fused=False)),
     Case("MaybeStep skipping", frozenset({"MaybeStep"}), _skipped_step),
@@ -250,6 +304,12 @@ CASES = [
     Case("repeat", frozenset({"repeat"}), _wrap(lambda t: repeat(2, t))),
     Case("tap", frozenset({"tap"}), _wrap(lambda t: chain(tap(repr), t))),
     Case("named", frozenset({"named"}), _wrap(lambda t: named("clip", t))),
+    Case("AverageWeights", frozenset({"AverageWeights"}), lambda seed: _averaged(seed, decay=0.9)),
+    Case("AverageWeights, equal", frozenset({"AverageWeights"}), lambda seed: _averaged(seed, decay=None)),
+    *(
+        Case(f"SharpnessAware, {name}", frozenset({"SharpnessAware"}), _sharp(name))
+        for name in ("mlp", "batchnorm", "dropout", "tied")
+    ),
     Case("chain()", frozenset({"chain"}), lambda seed: (chain(), _window_frame(seed))),
     *(
         Case(

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from pipeline import (
     Accumulate,
     ClipByGlobalNorm,
+    EmitEvents,
     Forward,
     Loss,
     LossScale,
@@ -22,8 +23,12 @@ from pipeline import (
     chain,
     fold,
     init,
+    named,
+    scan,
+    supervised,
 )
 from pipeline.errors import LawError
+from pipeline.events import UpdateSkipped
 from pipeline.testing import assert_records_equal, assert_split_invariant
 from tests.laws.cases import IN, OUT, ROW_WISE, make_batch, make_model, make_step
 
@@ -84,6 +89,52 @@ def test_masked_items_change_nothing_however_they_fall(
     with_masked = fold(step, state.copy(), [(x, y)]).state.params
     assert_records_equal(with_masked, without, rtol=1e-12)
     assert_split_invariant(step, state, (x, y), sizes, rtol=1e-12)
+
+
+class Either(nn.Module):
+    """Takes its input out of a mapping, a tuple or a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(IN, OUT)
+
+    def forward(self, inputs: Any) -> Tensor:
+        if isinstance(inputs, dict):
+            return self.linear(inputs["x"] * inputs["mask"])
+        return self.linear(inputs[0] * inputs[1])
+
+
+@pytest.mark.parametrize("kind", ["dict", "tuple"])
+def test_supervised_counts_the_samples_of_nested_inputs(kind: str) -> None:
+    x, y = make_batch(0, 24)
+    inputs: Any = {"x": x, "mask": torch.ones_like(x)} if kind == "dict" else (x, torch.ones_like(x))
+    model = Either()
+    step = chain(Forward(model, supervised(F.cross_entropy)), ScaledBackward(), Accumulate(1), MaybeStep(sgd()))
+    assert_split_invariant(step, init(step, model), (inputs, y), [1, 23])
+
+
+def test_the_assertion_refuses_sizes_that_fit_nothing_and_finds_a_named_window() -> None:
+    model = make_model("mlp")
+    step = make_step(model, 1, sgd(), None)
+    with pytest.raises(LawError, match="23 rows"):
+        assert_split_invariant(step, init(step, model), make_batch(0, 24), [1, 22])
+    renamed = step.replace("Accumulate", named("window", Accumulate(1)))
+    assert_split_invariant(renamed, init(step, model), make_batch(0, 24), [4, 20])
+
+
+def test_a_device_weight_of_zero_is_as_a_host_weight_of_zero() -> None:
+    for zero in (0, torch.tensor(0.0)):
+        model = make_model("mlp")
+
+        def nothing(m: Any, batch: Any, zero: Any = zero) -> Loss:
+            return Loss.sum(0 * m(batch[0]).sum(), zero)
+
+        step = chain(Forward(model, nothing), ScaledBackward(), Accumulate(1), MaybeStep(sgd()), EmitEvents())
+        state = init(step, model, loss_scale=LossScale(scale=1024.0))
+        items = list(scan(step, state, [make_batch(0)] * 3))
+        skips = [e for _, events in items for e in events if isinstance(e, UpdateSkipped)]
+        assert [e.reason for e in skips] == ["no items counted"] * 3
+        assert items[-1][0].loss_scale == LossScale(scale=1024.0)
 
 
 def test_weights_on_the_host_and_on_the_device_give_the_same_update() -> None:

@@ -68,7 +68,8 @@ def test_scale_skips_and_parameters_equal_torchs(
         Forward(model, loss), ScaledBackward(), Accumulate(1), MaybeStep(Optimizer(cls, lr=0.01, **more)), EmitEvents()
     )
     batches = [batch_of(good, i) for i, good in enumerate(finite)]
-    run = scan(step, init(step, model, loss_scale=ours), batches)
+    state = init(step, model, loss_scale=ours)
+    run = scan(step, state, batches)
     for good, batch in zip(finite, batches, strict=True):
         state, events = next(run)
         used = torchs.get_scale()

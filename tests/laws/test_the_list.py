@@ -14,6 +14,7 @@ NOT_TRANSFORMS = {
     "Group",
     "Rate",
     "layer_decay",
+    "averaged",
     "no_decay",
 }
 

@@ -21,6 +21,7 @@ ALL: list[Any] = [
     monitors.GradNorm(),
     monitors.Throughput(),
     monitors.EarlyStopping("val_loss", patience=2),
+    monitors.Plateau("val_loss", patience=1, cooldown=1, warmup=2),
 ]
 
 numbers = st.floats(-1e3, 1e3) | st.just(float("nan"))
@@ -45,7 +46,9 @@ def logs(draw: st.DrawFn) -> list[Event]:
                 )
             )  # fmt: skip
         elif kind == "skip":
-            events.append(UpdateSkipped(**at, reason="x", skipped=1, loss=0.0, grad_norm=math.inf, micro_batches=1))
+            events.append(
+                UpdateSkipped(**at, reason="x", skipped=1, in_row=1, loss=0.0, grad_norm=math.inf, micro_batches=1)
+            )
         elif kind == "eval":
             values = {"val_loss": draw(numbers)} if draw(st.booleans()) else {"val_other": 1.0}
             events.append(EvalDone(**at, name="val", values=values, weight=3.0, batches=1))

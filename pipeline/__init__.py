@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from pipeline.combinators import branch, every, repeat, tap, when
     from pipeline.evaluation import Evaluation, EveryEpoch, EveryUpdates
     from pipeline.initialisation import initialise
-    from pipeline.loop import Run, apply, fold, init, run_of, scan
+    from pipeline.loop import apply, fold, init, scan
     from pipeline.monitor import ScaleRate, Stop, replay
     from pipeline.optim import Group, Optimizer, layer_decay, no_decay
     from pipeline.records import Frame, Loss, LossScale, Progress, TrainState, Window
+    from pipeline.run import Run, run_of
     from pipeline.tensors import Tensors
     from pipeline.transform import Transform, chain, named
     from pipeline.transforms import (
@@ -107,10 +108,11 @@ _HOMES = {
     "combinators": ("branch", "every", "repeat", "tap", "when"),
     "evaluation": ("Evaluation", "EveryEpoch", "EveryUpdates"),
     "initialisation": ("initialise",),
-    "loop": ("Run", "apply", "fold", "init", "run_of", "scan"),
+    "loop": ("apply", "fold", "init", "scan"),
     "monitor": ("ScaleRate", "Stop", "replay"),
     "optim": ("Group", "Optimizer", "layer_decay", "no_decay"),
     "records": ("Frame", "Loss", "LossScale", "Progress", "TrainState", "Window"),
+    "run": ("Run", "run_of"),
     "tensors": ("Tensors",),
     "transform": ("Transform", "chain", "named"),
     "transforms": (

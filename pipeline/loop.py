@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import attrs
 import torch
@@ -17,48 +16,28 @@ from torch import nn
 from pipeline import _randomness as randomness
 from pipeline._binding import bind
 from pipeline._models import models_in
-from pipeline._publication import settle
-from pipeline.errors import DuplicateNameError, MeasureError, SettingError
+from pipeline._publisher import Clock, Publisher, Watched, stamp
+from pipeline.errors import DuplicateNameError, SettingError
 from pipeline.evaluation import Evaluation
 from pipeline.events import (
     BatchSkipped,
     EpochEnded,
     EpochStarted,
-    EvalDone,
     Event,
-    MicroBatchDone,
     RunEnded,
     RunStarted,
-    UpdateDone,
 )
-from pipeline.monitor import Monitor, ScaleRate, Signal, Stop
-from pipeline.records import Frame, LossScale, Progress, Rng, TrainState, Window
+from pipeline.monitor import Monitor
+from pipeline.records import Frame, LossScale, Progress, Rng, TrainState
+from pipeline.run import Run, Sink
 from pipeline.tensors import Tensors
 from pipeline.transform import Chain, Transform, chain
 from pipeline.until import Epochs, Limit
 
-__all__ = ["Run", "Sink", "apply", "fold", "init", "run_of", "scan"]
+__all__ = ["apply", "fold", "init", "scan"]
 
-Clock = Callable[[], float]
 _END = object()
 _STREAM, _FINISH = 1, 3  # purposes of draws, told apart from those of a step and (2) of an evaluation
-
-
-class Sink(Protocol):
-    """Where events go: to a console, a file, a service. May hold resources, and is closed when the run ends."""
-
-    def write(self, event: Event, /) -> None: ...
-
-    def close(self) -> None: ...
-
-
-@attrs.frozen(eq=False)
-class Run:
-    """What a fold returns: the last state, the monitors' results by name, and why it ended, all reasons kept."""
-
-    state: TrainState
-    results: Mapping[str, Any]
-    stopped_by: tuple[str, ...]
 
 
 def init(
@@ -85,7 +64,7 @@ def apply(step: Transform, state: TrainState, batch: Any, *, time: float = 0.0) 
     """
     generators = randomness.default_generators(state)
     if batch is None:
-        return state, (BatchSkipped(**_at(state.progress, time)),)
+        return state, (BatchSkipped(**stamp(state.progress, time)),)
     with randomness.isolated(generators):
         return _one(chain(step), state.borrowed(), batch, time, generators)
 
@@ -120,7 +99,7 @@ def scan(
     `.grad` of the parameters hold its sums: leave them alone. Between two items the random
     generators are yours. Measured values in the events are still on their device: `float(event.loss)` reads one.
     """
-    watched = _Watched(_taken(step, state, until, donate))
+    watched = Watched(_taken(step, state, until, donate))
     items = _drive(step, watched, stream, until, tuple(evaluations), clock)
     return _with_own_randomness(items, watched.state)
 
@@ -162,37 +141,12 @@ def fold(
         _check_names("evaluation", [e.name for e in evaluations])
         if publish_every < 1:
             raise SettingError("fold(publish_every)", "at least 1 update", publish_every)
-        watched = _Watched(_taken(step, state, until, donate))
-        publisher = _Publisher(watched, monitors, sinks, tuple(e.name for e in evaluations), publish_every, clock)
+        watched = Watched(_taken(step, state, until, donate))
+        publisher = Publisher(watched, monitors, sinks, tuple(e.name for e in evaluations), publish_every, clock)
         with randomness.isolated(randomness.default_generators(watched.state)), _ctrl_c(watched.stops), publisher:
             for _, events in _drive(step, watched, stream, until, evaluations, clock):
                 publisher.take(events)
     return publisher.run()
-
-
-@attrs.define
-class _Watched:
-    """What the loop and whoever watches it share: the newest state, and the reasons to stop."""
-
-    state: TrainState
-    stops: list[str] = attrs.field(factory=list[str])
-    factors: dict[str, float] = attrs.field(factory=dict[str, float])
-    base: float = attrs.field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        self.base = self.state.rate_factor  # what was asked for before this run
-
-    def asked(self, monitor: str, signal: Signal) -> None:
-        """Take in what a monitor asks for."""
-        if isinstance(signal, Stop) and signal.reason not in self.stops:
-            self.stops.append(signal.reason)
-        elif isinstance(signal, ScaleRate):
-            self.factors[monitor] = signal.factor
-
-    def scaled(self, state: TrainState) -> TrainState:
-        """The state with the learning rates scaled as the monitors ask, all their factors together."""
-        factor = math.prod(self.factors.values(), start=self.base)
-        return state if factor == state.rate_factor else attrs.evolve(state, rate_factor=factor)
 
 
 def _taken(step: Transform, state: TrainState, until: Limit | None, donate: bool) -> TrainState:
@@ -216,30 +170,15 @@ def _is_bound(state: TrainState, model: nn.Module) -> bool:
     return True
 
 
-def run_of(error: BaseException) -> Run:
-    """The run that `error` ended: the state before the micro-batch that failed, and the results up to there.
-
-    Raises: ValueError for an error that no fold raised.
-    """
-    run = getattr(error, "__run__", None)
-    if not isinstance(run, Run):
-        raise ValueError("this error did not come out of a fold")
-    return run
-
-
 def _check_names(kind: str, names: Sequence[str]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise DuplicateNameError(kind, name)
 
 
-def _at(progress: Progress, now: float) -> dict[str, Any]:
-    return {"micro_step": progress.micro_steps, "update": progress.updates, "epoch": progress.epoch, "time": now}
-
-
 def _drive(
     step: Transform,
-    watched: _Watched,
+    watched: Watched,
     stream: Iterable[Any],
     until: Limit | None,
     evaluations: tuple[Evaluation, ...],
@@ -260,11 +199,11 @@ def _drive(
         due = [e for e in evaluations if e.when.due(before, state.progress)]
         return tuple(e.run(state, time=clock()) for e in due)
 
-    yield state, (RunStarted(**_at(state.progress, started), until=repr(limit), total_updates=limit.total_updates()),)
+    yield state, (RunStarted(**stamp(state.progress, started), until=repr(limit), total_updates=limit.total_updates()),)
     ended = reasons(started)
     while not ended:
         began = state.progress
-        yield state, (EpochStarted(**_at(began, clock())),)
+        yield state, (EpochStarted(**stamp(began, clock())),)
         batches = read = 0
         # What the stream draws hangs on its place alone, and not on who drew before.
         randomness.seed(generators, rng.key(began.epoch << 32, _STREAM))
@@ -276,7 +215,7 @@ def _drive(
             read += 1
             now = clock()
             if batch is None:
-                yield state, (BatchSkipped(**_at(state.progress, now)),)
+                yield state, (BatchSkipped(**stamp(state.progress, now)),)
             else:
                 batches += 1
                 before = state.progress
@@ -301,12 +240,12 @@ def _drive(
             before = state.progress
             state = attrs.evolve(state, progress=attrs.evolve(before, epoch=before.epoch + 1))
             events = (*events, *evaluated(before))
-            events = (*events, EpochEnded(**_at(state.progress, clock()), batches=batches))
+            events = (*events, EpochEnded(**stamp(state.progress, clock()), batches=batches))
         watched.state = state
         if events:
             yield state, events
         ended = ended or reasons(clock()) or _no_use(stream, limit, batches, began, state.progress)
-    yield state, (RunEnded(**_at(state.progress, clock()), reasons=ended),)
+    yield state, (RunEnded(**stamp(state.progress, clock()), reasons=ended),)
 
 
 def _no_use(stream: Iterable[Any], limit: Limit, batches: int, before: Progress, after: Progress) -> tuple[str, ...]:
@@ -368,119 +307,3 @@ def _ctrl_c(stops: list[str]) -> Generator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-class _Publisher:
-    """Carries the accumulators; hands events to monitors and sinks, many at a time."""
-
-    def __init__(
-        self,
-        watched: _Watched,
-        monitors: tuple[Monitor, ...],
-        sinks: tuple[Sink, ...],
-        evaluations: tuple[str, ...],
-        every: int,
-        clock: Clock,
-    ) -> None:
-        self.clock = clock
-        self.watched, self.monitors, self.sinks, self.every = watched, monitors, sinks, every
-        self.accumulators = [m.init() for m in monitors]
-        self.pending: list[Event] = []
-        self.waiting = 0
-        self.reasons: tuple[str, ...] = ()
-        self.to_come = set(evaluations)
-        self.reported: list[str] = []
-        self._check_watched()
-
-    def take(self, events: tuple[Event, ...]) -> None:
-        """The events of one micro-batch; published when enough have come together, or at once if they tell of more."""
-        if not events:
-            return
-        self.pending.extend(events)
-        for event in events:
-            if isinstance(event, UpdateDone):
-                self.waiting += 1
-            elif not isinstance(event, MicroBatchDone):
-                self.waiting = self.every
-        if self.waiting >= self.every:
-            self.publish()
-
-    def publish(self) -> None:
-        """Everything that is pending, in order, through one transfer."""
-        self.pending, self.waiting = settle(self.pending), 0
-        while self.pending:
-            event = self.pending.pop(0)
-            self.accumulators = [m.reduce(a, event) for m, a in zip(self.monitors, self.accumulators, strict=True)]
-            for sink in self.sinks:
-                sink.write(event)
-            if isinstance(event, RunEnded):
-                self.reasons = event.reasons
-            elif isinstance(event, EvalDone):
-                self._note(event)
-        for monitor, accumulator in zip(self.monitors, self.accumulators, strict=True):
-            if hasattr(monitor, "signals"):
-                for asked in monitor.signals(accumulator):  # type: ignore[attr-defined]
-                    self.watched.asked(monitor.name, asked)
-
-    def _note(self, event: EvalDone) -> None:
-        if event.name in self.to_come:
-            self.to_come.discard(event.name)
-            self.reported += event.values
-            self._check_watched()
-
-    def _check_watched(self) -> None:
-        """Once every evaluation has run, what a monitor watches must have been among what they report."""
-        for monitor in self.monitors:
-            watched = getattr(monitor, "watches", None)
-            if watched is not None and not self.to_come and watched not in self.reported:
-                raise MeasureError(monitor.name, watched, self.reported)
-
-    def run(self) -> Run:
-        """The run as it stands, its state owned by nobody."""
-        state = self.watched.scaled(self.watched.state)
-        if state.params.is_owned:
-            for param in state.params.flat:
-                param.grad = None
-        results = {m.name: m.result(a) for m, a in zip(self.monitors, self.accumulators, strict=True)}
-        return Run(state.borrowed(), results, self.reasons)
-
-    def __enter__(self) -> _Publisher:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """An error takes the run up to it along."""
-        if error is not None:
-            self._failed(error)
-
-    def _failed(self, error: BaseException) -> None:
-        state = self.watched.state
-        self.reasons = (f"{type(error).__name__}: {error}",)
-        self.pending.append(RunEnded(**_at(state.progress, self.clock()), reasons=self.reasons))
-        events, self.pending = settle(self.pending), []
-        for event in events:
-            self.accumulators = [m.reduce(a, event) for m, a in zip(self.monitors, self.accumulators, strict=True)]
-        for sink in self.sinks:
-            try:
-                for event in events:
-                    sink.write(event)
-            except Exception as second:  # the first error is the one to tell of, and the other sinks get theirs
-                error.add_note(f"and then, on writing the end of the run to {sink!r}: {second!r}")
-        self.watched.state, lost = _usable(state)
-        error.__run__ = self.run()  # type: ignore[attr-defined]
-        error.add_note(f"the run up to here: pipeline.run_of(error){lost}")
-
-
-def _usable(state: TrainState) -> tuple[TrainState, str]:
-    """The state with what a failed micro-batch had begun to write: said, and never silently wrong."""
-    lost = ""
-    if state.buffers.is_stale:
-        state = attrs.evolve(state, buffers=state.buffers.renewed())
-        lost += "; its buffers have seen the failed micro-batch"
-    if state.params.is_stale:
-        params, optimizer = state.params.renewed(), state.optimizer.renewed()
-        state = attrs.evolve(state, params=params, optimizer=optimizer, window=Window())
-        lost += "; its parameters have seen an update that it does not count"
-    if state.window.grads.is_stale:
-        state = attrs.evolve(state, window=Window())
-        lost += "; the open window's sums were lost"
-    return state, lost

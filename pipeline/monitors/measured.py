@@ -11,20 +11,24 @@ __all__ = ["GradNorm", "LearningRate", "Mean", "MeanLoss"]
 WeightedSum = tuple[float, float]
 
 
-def _add(total: WeightedSum, value: float, weight: float) -> WeightedSum:
-    return (total[0] + value * weight, total[1] + weight) if weight else total
+class _WeightedMean:
+    """What the two means share: (sum, weight), and how these come together."""
 
+    def init(self) -> WeightedSum:
+        """(sum, weight) of nothing."""
+        return 0.0, 0.0
 
-def _merge(a: WeightedSum, b: WeightedSum) -> WeightedSum:
-    return a[0] + b[0], a[1] + b[1]
+    def result(self, accumulator: WeightedSum) -> float | None:
+        """The mean so far."""
+        return accumulator[0] / accumulator[1] if accumulator[1] else None
 
-
-def _mean(total: WeightedSum) -> float | None:
-    return total[0] / total[1] if total[1] else None
+    def merge(self, a: WeightedSum, b: WeightedSum) -> WeightedSum:
+        """Two logs, or two ranks, as one."""
+        return a[0] + b[0], a[1] + b[1]
 
 
 @attrs.frozen
-class MeanLoss:
+class MeanLoss(_WeightedMean):
     """The mean training loss over all items of all updates, weighted by their number.
 
     Reads:  `UpdateDone.loss`, `weight`.
@@ -33,27 +37,15 @@ class MeanLoss:
 
     name: str = "MeanLoss"
 
-    def init(self) -> WeightedSum:
-        """(sum, weight) of nothing."""
-        return 0.0, 0.0
-
     def reduce(self, accumulator: WeightedSum, event: Event) -> WeightedSum:
         """Add an update's loss by its weight."""
-        if isinstance(event, UpdateDone):
-            return _add(accumulator, float(event.loss), float(event.weight))
-        return accumulator
-
-    def result(self, accumulator: WeightedSum) -> float | None:
-        """The mean so far."""
-        return _mean(accumulator)
-
-    def merge(self, a: WeightedSum, b: WeightedSum) -> WeightedSum:
-        """Two logs, or two ranks, as one."""
-        return _merge(a, b)
+        if not isinstance(event, UpdateDone) or not float(event.weight):
+            return accumulator
+        return self.merge(accumulator, (float(event.loss) * float(event.weight), float(event.weight)))
 
 
 @attrs.frozen
-class Mean:
+class Mean(_WeightedMean):
     """The mean of one training measure over all items that it counted in all updates.
 
     Reads:  `UpdateDone.measures[measure]`.
@@ -63,24 +55,12 @@ class Mean:
     measure: str
     name: str = attrs.field(default=attrs.Factory(lambda mean: f"Mean {mean.measure}", takes_self=True))
 
-    def init(self) -> WeightedSum:
-        """(sum, weight) of nothing."""
-        return 0.0, 0.0
-
     def reduce(self, accumulator: WeightedSum, event: Event) -> WeightedSum:
         """Add an update's sum and weight."""
-        if isinstance(event, UpdateDone) and self.measure in event.measures:
-            total, weight = event.measures[self.measure]
-            return _merge(accumulator, (float(total), float(weight)))
-        return accumulator
-
-    def result(self, accumulator: WeightedSum) -> float | None:
-        """The mean so far."""
-        return _mean(accumulator)
-
-    def merge(self, a: WeightedSum, b: WeightedSum) -> WeightedSum:
-        """Two logs, or two ranks, as one."""
-        return _merge(a, b)
+        if not isinstance(event, UpdateDone) or self.measure not in event.measures:
+            return accumulator
+        total, weight = event.measures[self.measure]
+        return self.merge(accumulator, (float(total), float(weight)))
 
 
 @attrs.frozen

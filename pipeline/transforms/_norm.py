@@ -38,7 +38,7 @@ def global_norm(tensors: Iterable[Tensor], p: float = 2.0) -> Tensor:
 
     Args: p: 1, 2 or infinity.
     """
-    values = [_values(t) for t in tensors]
+    values = [t if t.layout is torch.strided else _values(t) for t in tensors]
     if p == math.inf:
         values = [v for v in values if v.numel()]
     if not values:

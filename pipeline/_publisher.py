@@ -1,0 +1,164 @@
+"""Who watches a run: the monitors' accumulators carried, the sinks fed, and what they ask for handed to the loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from pipeline._publication import settle
+from pipeline.errors import MeasureError
+from pipeline.events import EvalDone, Event, MicroBatchDone, RunEnded, UpdateDone
+from pipeline.monitor import Monitor, ScaleRate, Signal, Stop
+from pipeline.records import Progress, TrainState, Window
+from pipeline.run import Run, Sink
+
+Clock = Callable[[], float]
+
+
+def stamp(progress: Progress, now: float) -> dict[str, Any]:
+    """Where in the run an event happens, and when."""
+    return {"micro_step": progress.micro_steps, "update": progress.updates, "epoch": progress.epoch, "time": now}
+
+
+@attrs.define
+class Watched:
+    """What the loop and whoever watches it share: the newest state, and the reasons to stop."""
+
+    state: TrainState
+    stops: list[str] = attrs.field(factory=list[str])
+    factors: dict[str, float] = attrs.field(factory=dict[str, float])
+    base: float = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.base = self.state.rate_factor  # what was asked for before this run
+
+    def asked(self, monitor: str, signal: Signal) -> None:
+        """Take in what a monitor asks for."""
+        if isinstance(signal, Stop) and signal.reason not in self.stops:
+            self.stops.append(signal.reason)
+        elif isinstance(signal, ScaleRate):
+            self.factors[monitor] = signal.factor
+
+    def scaled(self, state: TrainState) -> TrainState:
+        """The state with the learning rates scaled as the monitors ask, all their factors together."""
+        factor = math.prod(self.factors.values(), start=self.base)
+        return state if factor == state.rate_factor else attrs.evolve(state, rate_factor=factor)
+
+
+class Publisher:
+    """Carries the accumulators; hands events to monitors and sinks, many at a time."""
+
+    def __init__(
+        self,
+        watched: Watched,
+        monitors: tuple[Monitor, ...],
+        sinks: tuple[Sink, ...],
+        evaluations: tuple[str, ...],
+        every: int,
+        clock: Clock,
+    ) -> None:
+        self.clock = clock
+        self.watched, self.monitors, self.sinks, self.every = watched, monitors, sinks, every
+        self.accumulators = [m.init() for m in monitors]
+        self.pending: list[Event] = []
+        self.waiting = 0
+        self.reasons: tuple[str, ...] = ()
+        self.to_come = set(evaluations)
+        self.reported: list[str] = []
+        self._check_watched()
+
+    def take(self, events: tuple[Event, ...]) -> None:
+        """The events of one micro-batch; published when enough have come together, or at once if they tell of more."""
+        if not events:
+            return
+        self.pending.extend(events)
+        for event in events:
+            if isinstance(event, UpdateDone):
+                self.waiting += 1
+            elif not isinstance(event, MicroBatchDone):
+                self.waiting = self.every
+        if self.waiting >= self.every:
+            self.publish()
+
+    def publish(self) -> None:
+        """Everything that is pending, in order, through one transfer."""
+        self.pending, self.waiting = settle(self.pending), 0
+        while self.pending:
+            event = self.pending.pop(0)
+            self.accumulators = [m.reduce(a, event) for m, a in zip(self.monitors, self.accumulators, strict=True)]
+            for sink in self.sinks:
+                sink.write(event)
+            if isinstance(event, RunEnded):
+                self.reasons = event.reasons
+            elif isinstance(event, EvalDone):
+                self._note(event)
+        for monitor, accumulator in zip(self.monitors, self.accumulators, strict=True):
+            if hasattr(monitor, "signals"):
+                for asked in monitor.signals(accumulator):  # type: ignore[attr-defined]
+                    self.watched.asked(monitor.name, asked)
+
+    def _note(self, event: EvalDone) -> None:
+        if event.name in self.to_come:
+            self.to_come.discard(event.name)
+            self.reported += event.values
+            self._check_watched()
+
+    def _check_watched(self) -> None:
+        """Once every evaluation has run, what a monitor watches must have been among what they report."""
+        for monitor in self.monitors:
+            watched = getattr(monitor, "watches", None)
+            if watched is not None and not self.to_come and watched not in self.reported:
+                raise MeasureError(monitor.name, watched, self.reported)
+
+    def run(self) -> Run:
+        """The run as it stands, its state owned by nobody."""
+        state = self.watched.scaled(self.watched.state)
+        if state.params.is_owned:
+            for param in state.params.flat:
+                param.grad = None
+        results = {m.name: m.result(a) for m, a in zip(self.monitors, self.accumulators, strict=True)}
+        return Run(state.borrowed(), results, self.reasons)
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """An error takes the run up to it along."""
+        if error is not None:
+            self._failed(error)
+
+    def _failed(self, error: BaseException) -> None:
+        state = self.watched.state
+        self.reasons = (f"{type(error).__name__}: {error}",)
+        self.pending.append(RunEnded(**stamp(state.progress, self.clock()), reasons=self.reasons))
+        events, self.pending = settle(self.pending), []
+        for event in events:
+            self.accumulators = [m.reduce(a, event) for m, a in zip(self.monitors, self.accumulators, strict=True)]
+        for sink in self.sinks:
+            try:
+                for event in events:
+                    sink.write(event)
+            except Exception as second:  # the first error is the one to tell of, and the other sinks get theirs
+                error.add_note(f"and then, on writing the end of the run to {sink!r}: {second!r}")
+        self.watched.state, lost = _usable(state)
+        error.__run__ = self.run()  # type: ignore[attr-defined]
+        error.add_note(f"the run up to here: pipeline.run_of(error){lost}")
+
+
+def _usable(state: TrainState) -> tuple[TrainState, str]:
+    """The state with what a failed micro-batch had begun to write: said, and never silently wrong."""
+    lost = ""
+    if state.buffers.is_stale:
+        state = attrs.evolve(state, buffers=state.buffers.renewed())
+        lost += "; its buffers have seen the failed micro-batch"
+    if state.params.is_stale:
+        params, optimizer = state.params.renewed(), state.optimizer.renewed()
+        state = attrs.evolve(state, params=params, optimizer=optimizer, window=Window())
+        lost += "; its parameters have seen an update that it does not count"
+    if state.window.grads.is_stale:
+        state = attrs.evolve(state, window=Window())
+        lost += "; the open window's sums were lost"
+    return state, lost

@@ -1,0 +1,177 @@
+"""A torch optimizer at work on the parameters of one lineage of states."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,  # pyright: ignore[reportPrivateUsage]
+    _global_optimizer_pre_hooks,  # pyright: ignore[reportPrivateUsage]
+)
+
+from pipeline.errors import OptimizerMismatchError
+from pipeline.records import Scalar
+from pipeline.tensors import Lease, Tensors
+
+_MASTER = "master"
+
+
+class Rule(Protocol):
+    """What `Running` asks of the settings that it runs by."""
+
+    @property
+    def cls(self) -> type[torch.optim.Optimizer]: ...
+
+    @property
+    def masters(self) -> bool: ...
+
+    def build(self, params: Tensors) -> tuple[torch.optim.Optimizer, list[str]]:
+        """The torch optimizer over these very tensors, and the parameters' names in its order."""
+        ...
+
+
+_TORCHS_WRAPPER = "Optimizer.profile_hook_step.<locals>.wrapper"
+
+
+def _bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], object] | None:
+    """`optimizer.step` without the profiler's range around it, which costs as much as a small step itself.
+
+    None where there is more around it than that: hooks of the class, or a `step` that wraps another.
+    """
+    step = type(optimizer).step
+    hooks: Any = optimizer
+    wrapped = getattr(getattr(step, "__code__", None), "co_qualname", "") == _TORCHS_WRAPPER
+    if not wrapped or hooks._optimizer_step_pre_hooks or hooks._optimizer_step_post_hooks:
+        return None
+    return functools.partial(step.__wrapped__, optimizer)  # type: ignore[attr-defined]
+
+
+def _global_hooks() -> bool:
+    """Whether anyone registered hooks on the steps of all optimizers."""
+    return bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+
+
+def _masters(params: Tensors, kept: Tensors) -> dict[str, Tensor]:
+    """A float32 leaf for each narrower parameter: the one in the state, or the parameter as it is now."""
+    masters: dict[str, Tensor] = {}
+    for name, param in params.items():
+        if param.is_floating_point() and torch.finfo(param.dtype).bits < 32:
+            master = kept[f"{name}/{_MASTER}"] if f"{name}/{_MASTER}" in kept else param.detach().float()
+            masters[name] = master.requires_grad_(param.requires_grad)
+    return masters
+
+
+class Running:
+    """A torch optimizer over the parameters of one lineage of states; the newest of them alone may step it."""
+
+    def __init__(self, rule: Rule, params: Tensors, tensors: Tensors, numbers: Mapping[str, Any]) -> None:
+        self.lease = Lease()
+        self.rule = rule
+        self.params = params.flat
+        self.masters = _masters(params, tensors) if rule.masters else {}
+        self.stepped = Tensors.over(params, [self.masters.get(name, p) for name, p in params.items()])
+        self.optimizer, self.names = rule.build(self.stepped)
+        self._order: list[Tensor] = [self.stepped[name] for name in self.names]
+        self._can_scale = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False)) and all(
+            group.get("fused") for group in self.optimizer.param_groups
+        )
+        # The kernel takes the factor in float32: too coarse for float64 parameters.
+        self._can_scale = self._can_scale and all(p.dtype is not torch.float64 for p in self.params)
+        self._bare = _bare_step(self.optimizer)
+        self._built = [dict(group) for group in self.optimizer.param_groups]
+        self._foreign = bool(tensors)  # entries that another run of some optimizer made
+        self._put({**tensors, **numbers})
+
+    def serves(self, rule: Rule, params: Tensors) -> bool:
+        """Whether this optimizer steps these very tensors by this rule."""
+        if self.rule is not rule and self.rule != rule:
+            return False
+        return len(params) == len(self.params) and all(a is b for a, b in zip(params.flat, self.params, strict=True))
+
+    def _put(self, entries: Mapping[str, Any]) -> None:
+        by_name = dict(zip(self.names, self._order, strict=True))
+        groups = {f"group {g['name']}": g for g in self.optimizer.param_groups}
+        for key, value in entries.items():
+            owner, _, entry = key.rpartition("/")
+            if entry == _MASTER:
+                continue
+            if owner in by_name:
+                self.optimizer.state[by_name[owner]][entry] = value
+            elif owner in groups:
+                groups[owner][entry] = value
+
+    def step(self, params: Tensors, grads: Tensors, rates: Mapping[str, float], factor: Scalar) -> None:
+        """One update of the very tensors in `params`, from gradients that may be written to."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rates[group["name"]]
+        index, flat = grads.index, grads.flat
+        narrow: list[tuple[Tensor, Tensor]] = []
+        for name, param in zip(self.stepped.index, self.stepped.flat, strict=True):
+            place = index.get(name)
+            param.grad = None
+            if place is not None and flat[place].dtype == param.dtype:
+                param.grad = flat[place]
+            elif place is not None:
+                narrow.append((param, flat[place]))
+        self._scale(flat, factor, bool(narrow))
+        for param, grad in narrow:  # sums are wider than the parameter: normalised first, rounded once
+            param.grad = grad.to(param.dtype)
+        step = self.optimizer.step if self._bare is None or _global_hooks() else self._bare
+        try:
+            step()
+        except KeyError as error:
+            if not self._foreign:
+                raise
+            raise OptimizerMismatchError(self.rule.cls.__name__, str(error.args[0])) from error
+        self._foreign = False
+        for param in self.stepped.flat:
+            param.grad = None
+        if self.masters:
+            self._round_back(params)
+
+    def _round_back(self, params: Tensors) -> None:
+        """The parameters from their masters."""
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                params[name].copy_(master)
+                params[name].grad = None
+
+    def _scale(self, grads: Sequence[Tensor], factor: Scalar, now: bool) -> None:
+        """Multiply the gradients by `factor`: inside the optimizer's kernel where it can, else in place."""
+        exact = isinstance(factor, float) and factor == 1.0
+        if self._can_scale:
+            inside: Any = self.optimizer
+            rides = not exact and not now
+            device = grads[0].device
+            scale = factor.reciprocal() if isinstance(factor, Tensor) else 1.0 / factor if rides else 1.0
+            inside.grad_scale = torch.as_tensor(scale, dtype=torch.float32, device=device) if rides else None
+            if rides or exact:
+                return
+        if not exact:
+            torch._foreach_mul_(list(grads), factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage, reportArgumentType]
+
+    def _entries(self) -> Iterable[tuple[str, Any]]:
+        for name, param in zip(self.names, self._order, strict=True):
+            for key, value in self.optimizer.state.get(param, {}).items():
+                yield f"{name}/{key}", value
+        for name, master in self.masters.items():
+            yield f"{name}/{_MASTER}", master
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The optimizer's state that is tensors, by `parameter/key`, and the groups' by `group name/key`."""
+        groups = ((f"group {g['name']}/{k}", v) for g in self.optimizer.param_groups for k, v in g.items())
+        return {k: v for k, v in (*self._entries(), *groups) if isinstance(v, Tensor)}
+
+    def numbers(self) -> dict[str, Any]:
+        """The rest of the optimizer's state, and the counters that some optimizers keep in their groups."""
+        kept = {key: value for key, value in self._entries() if value is not None and not isinstance(value, Tensor)}
+        for group, built in zip(self.optimizer.param_groups, self._built, strict=True):
+            for key, value in group.items():
+                moved = key not in ("params", "lr", "name") and (key not in built or value != built[key])
+                if moved and isinstance(value, (int, float, bool)):
+                    kept[f"group {group['name']}/{key}"] = value
+        return kept

@@ -93,6 +93,20 @@ def test_the_state_that_a_fold_returns_can_be_kept_and_gone_on_from_twice() -> N
     assert_records_equal(run.state, kept)
 
 
+def test_there_is_no_second_set_of_gradients_while_a_window_is_open() -> None:
+    model = make_model("mlp")
+    step = make_step(model, window=4)
+    homes = set()
+    for state, _ in scan(step, init(step, model), make_batches(4)):
+        for name, param in model.named_parameters():
+            if state.window.micro_batches:
+                assert state.window.grads[name] is param.grad
+                homes.add((name, param.grad.data_ptr()))
+            else:
+                assert param.grad is None
+    assert len(homes) == len(list(model.parameters()))
+
+
 def test_loading_into_a_module_makes_what_was_bound_to_it_stale() -> None:
     model, other = make_model("mlp"), make_model("mlp", seed=1)
     step = make_step(model)

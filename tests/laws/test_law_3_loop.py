@@ -107,6 +107,19 @@ def test_fused_is_chosen_where_it_helps_and_matches_the_fused_loop_without_a_fac
     assert_matches_loop(step, model, make_batches(UPDATES), plain_loop("AdamW", 1, False, True, fused=True))
 
 
+@pytest.mark.parametrize("window", [1, 4])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("model_name", MODELS)
+def test_bit_for_bit_over_a_functional_call_too(model_name: str, name: str, window: int) -> None:
+    model, twin = make_model(model_name), make_model(model_name)
+    step = chain_of(model, name, window, True, True, fused=False)
+    batches = make_batches(UPDATES * window)
+    with torch.random.fork_rng():
+        plain_loop(name, window, True, True, fused=False)(twin, batches)
+    end = fold(step, init(step, model).copy(), batches).state
+    assert_records_equal({**end.params, **end.buffers}, {**dict(twin.named_parameters()), **dict(twin.named_buffers())})
+
+
 def test_parameter_groups_get_their_own_settings_as_in_torch() -> None:
     def loop(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> None:
         vectors = [p for p in model.parameters() if p.ndim < 2]

@@ -35,10 +35,11 @@ class Rule(Protocol):
 
 
 _TORCHS_WRAPPER = "Optimizer.profile_hook_step.<locals>.wrapper"
+_TORCHS_GRAD_MODE = "_use_grad_for_differentiable.<locals>._use_grad"
 
 
 def _bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], object] | None:
-    """`optimizer.step` without the profiler's range around it, which costs as much as a small step itself.
+    """`optimizer.step` without the profiler's range and the tracer's marks, which cost as much as a small step itself.
 
     None where there is more around it than that: hooks of the class, or a `step` that wraps another.
     """
@@ -47,7 +48,10 @@ def _bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], object] | None:
     wrapped = getattr(getattr(step, "__code__", None), "co_qualname", "") == _TORCHS_WRAPPER
     if not wrapped or hooks._optimizer_step_pre_hooks or hooks._optimizer_step_post_hooks:
         return None
-    return functools.partial(step.__wrapped__, optimizer)  # type: ignore[attr-defined]
+    inner: Any = step.__wrapped__  # type: ignore[attr-defined]
+    if inner.__code__.co_qualname == _TORCHS_GRAD_MODE and not optimizer.defaults.get("differentiable"):
+        inner = torch.no_grad()(inner.__wrapped__)
+    return functools.partial(inner, optimizer)
 
 
 def _global_hooks() -> bool:

@@ -189,6 +189,7 @@ def _drive(
     limit = Epochs(state.progress.epoch + 1) if until is None else until
     generators = randomness.default_generators(state)
     rng, started = state.rng, clock()
+    draws = not isinstance(stream, (list, tuple))  # those draw nothing
 
     def reasons(now: float) -> tuple[str, ...]:
         reached = limit.reasons(state.progress, now - started)
@@ -228,7 +229,8 @@ def _drive(
             ended = reasons(now)
             if ended:
                 break
-            randomness.seed(generators, rng.key((began.epoch << 32) + read, _STREAM))
+            if draws:
+                randomness.seed(generators, rng.key((began.epoch << 32) + read, _STREAM))
         before, events = state.progress, ()
         if state.window.micro_batches:
             randomness.seed(generators, rng.key(before.micro_steps, _FINISH))

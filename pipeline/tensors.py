@@ -186,7 +186,7 @@ class Tensors(Mapping[str, Tensor]):
     def present(self, values: Iterable[Tensor | None]) -> Tensors:
         """Those of the names that have a value, in a record that shares nothing with this one but its ownership."""
         values = tuple(values)
-        there = tuple(value for value in values if value is not None)
+        there = tuple([value for value in values if value is not None])
         if len(there) == len(values):
             return self.replace(there)
         names = [name for name, value in zip(self._index, values, strict=True) if value is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import lru_cache
 
 import attrs
 from torch.utils import _pytree as pytree
@@ -21,6 +22,11 @@ def _mix(x: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return x ^ (x >> 31)
+
+
+@lru_cache
+def _base(seed: int, rank: int, purpose: int) -> int:
+    return _mix(_mix(seed * 4 + purpose) + rank)
 
 
 @attrs.frozen
@@ -55,7 +61,7 @@ class Rng:
 
     def key(self, n: int, purpose: int = 0) -> int:
         """A 64-bit seed for the generators in micro-step `n`; `purpose` tells other draws at the same n apart."""
-        return _mix(_mix(_mix(self.seed * 4 + purpose) + self.rank) + n)
+        return _mix(_base(self.seed, self.rank, purpose) + n)
 
 
 @attrs.frozen

@@ -114,12 +114,12 @@ def _all_finite(norm: Tensor) -> bool:
 
 
 def _each(values: list[Tensor], p: float, dtype: torch.dtype | None = None) -> Tensor:
-    """Norms whose norm is that of all values, 1-d, on the first one's device: one of each, but for largest magnitudes.
+    """What has the norm that all values have, 1-d, on the first one's device: the norm of each.
 
-    On the CPU torch takes seven times as long for these as for the smallest and the largest value.
+    But on the CPU, for the largest magnitude, the ends of each: torch takes seven times as long for that norm.
     """
     if p == math.inf and all(v.device.type == "cpu" and not v.is_complex() for v in values):
-        return torch.stack([end for v in values for end in torch.aminmax(v)]).abs()
+        return torch.stack([end for v in values for end in torch.aminmax(v)])
     if dtype is None:
         each = torch._foreach_norm(values) if p == 2 else torch._foreach_norm(values, p)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
     else:

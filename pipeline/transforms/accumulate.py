@@ -179,4 +179,4 @@ class _AccumulatedBackward:
             param.grad = grad
         sums.hand_on(frame.began.updates)  # from here on the window before this micro-batch is stale
         backward_into(loss, start, tensors)
-        return self.accumulate.count(frame, params.present(param.grad for param in params.flat))
+        return self.accumulate.count(frame, params.present([param.grad for param in params.flat]))

@@ -59,6 +59,5 @@ def _limited(grad: Tensor, factor: Scalar, limit: Tensor) -> Tensor:
         grad.mul_(factor.to(grad.device) if isinstance(factor, Tensor) else factor)
     if grad.is_complex():
         return grad.mul_(torch.clamp(limit / grad.abs(), max=1.0))
-    return grad.clamp_max_(limit).clamp_min_(
-        -limit
-    )  # one after the other: `clamp_` with tensors is three times as slow
+    # One after the other: `clamp_` with tensors takes three times as long.
+    return grad.clamp_max_(limit).clamp_min_(-limit)

@@ -268,6 +268,8 @@ class _Supervised:
         output = model(inputs)
         value = self.loss(output, targets)
         samples = _samples_in(batch)
+        if self.weight is None and not self.measures:
+            return Loss(value, samples, samples=samples)
         weight = samples if self.weight is None else self.weight(output, targets)
         if self.measures:
             with torch.no_grad():

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, cast
 
 import attrs
 import torch
+from torch import Tensor
 
 from pipeline.errors import MissingFieldError, SettingError
 from pipeline.records import Frame, OptimizerState, Progress, Scalar, Skipped, TrainState, Window
@@ -87,11 +88,10 @@ class MaybeStep:
         state, factor = frame.state, frame.update_factor
         window, p = state.window, state.progress
         counted = bool(window.grads) and not (isinstance(factor, float) and factor == 0.0)
-        norm = normalised(sum_norm(frame), factor)
-        measured = frame.sum_norm is not None and "grad_norm" in frame.facts  # by a clip, before it clipped
-        facts = frame.facts if measured else {**frame.facts, "grad_norm": norm}
-        # The one value that the host reads: below 0 where the update is not wanted, the norm otherwise.
-        read = float(norm if frame.skip is None else torch.where(frame.skip, -1.0, norm))
+        raw, facts = sum_norm(frame), frame.facts
+        if frame.sum_norm is None or "grad_norm" not in facts:  # no clip has measured it before it clipped
+            facts = {**facts, "grad_norm": normalised(raw, factor)}
+        read = _read(raw, factor, frame.skip)
         finite = math.isfinite(read)
         params, buffers, optimizer = state.params, state.buffers, state.optimizer
         rates = self.optimizer.rates(p.updates)
@@ -130,6 +130,14 @@ class MaybeStep:
             facts=facts,
             sum_norm=None,
         )
+
+
+def _read(norm: Tensor, factor: Scalar, skip: Tensor | None) -> float:
+    """The one value that the host reads: below 0 where the update is not wanted, the norm × factor otherwise."""
+    if skip is None and norm.is_cpu:  # both lie in the host's memory
+        return cast("float", norm.tolist()) * cast("float", factor.tolist() if isinstance(factor, Tensor) else factor)
+    norm = normalised(norm, factor)
+    return float(norm if skip is None else torch.where(skip, -1.0, norm))
 
 
 def _counted(p: Progress, applied: bool) -> Progress:

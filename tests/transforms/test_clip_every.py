@@ -21,6 +21,7 @@ from pipeline import (
     ClipPerParameter,
     Frame,
     Optimizer,
+    Tensors,
     fold,
     init,
     supervised,
@@ -149,15 +150,24 @@ def test_squares_that_overflow_float32_are_scaled_right(clip: Transform) -> None
 
 @each_clip
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_what_is_not_finite_stays_so_and_stays_where_it_is(clip: Transform, bad: float) -> None:
+@pytest.mark.parametrize("where", ["w", "b"])
+def test_what_is_not_finite_stays_so_and_stays_where_it_is(clip: Transform, where: str, bad: float) -> None:
     sums = values(0)
-    sums["b"][1] = bad
+    sums[where].view(-1)[1] = bad
     after = clip(ready(sums, update_factor=0.5))
     assert not math.isfinite(float(after.facts["grad_norm"]))
     assert after.sum_norm is not None
     assert not math.isfinite(float(after.sum_norm[1] * after.update_factor))
-    for name, grad in after.state.window.grads.items():
-        assert bool(grad.isfinite().all()) is (name != "b"), name
+    factor = 1.0 if isinstance(clip, ClipByGlobalNorm) else 0.5
+    assert_records_equal(after.state.window.grads, Tensors({name: factor * value for name, value in sums.items()}))
+
+
+@each_clip
+def test_a_zero_gradient_is_left_as_it_is(clip: Transform) -> None:
+    sums = values(0, 0.0)
+    after = clip(ready(sums))
+    assert (float(after.facts["grad_norm"]), float(after.facts["clip_factor"])) == (0.0, 1.0)
+    assert_records_equal(result(after), sums)
 
 
 @each_clip

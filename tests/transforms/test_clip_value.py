@@ -16,11 +16,12 @@ from pipeline.errors import SettingError
 from tests.transforms.test_clip import EPS, ready, result, same_bits, shapes, tensors
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @given(shapes=shapes, seed=st.integers(0, 2**16), limit=st.floats(1e-3, 10), factor=st.sampled_from([1.0, 0.25, 0.3]))
 def test_the_normalised_gradient_is_torchs_to_the_bit(
-    shapes: list[list[int]], seed: int, limit: float, factor: float
+    dtype: torch.dtype, shapes: list[list[int]], seed: int, limit: float, factor: float
 ) -> None:
-    sums = tensors(shapes, seed)
+    sums = {name: value.to(dtype) for name, value in tensors(shapes, seed).items()}
     params = [nn.Parameter(torch.zeros_like(g)) for g in sums.values()]
     for param, grad in zip(params, sums.values(), strict=True):
         param.grad = grad * factor

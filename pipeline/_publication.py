@@ -39,15 +39,23 @@ def settle(events: Sequence[Event]) -> list[Event]:
             found.append(value.detach() if value.requires_grad else value)
         return value
 
+    held: list[list[tuple[str, Any]]] = []
     for event in events:
-        for name in _measured(type(event)):
-            _map(getattr(event, name), note)
+        before = [(name, getattr(event, name)) for name in _measured(type(event))]
+        held.append([(name, value) for name, value in before if _map(value, note) is not None])
     if not found:
         return list(events)
     if any(value.ndim for value in found):
         raise _not_0d(events)
     numbers = iter(to_host(found))
-    return [_settled(event, lambda value: next(numbers) if isinstance(value, Tensor) else value) for event in events]
+
+    def number(value: Any) -> Any:
+        return next(numbers) if isinstance(value, Tensor) else value
+
+    return [
+        _with(event, {name: _map(value, number) for name, value in values}) if values else event
+        for event, values in zip(events, held, strict=True)
+    ]
 
 
 def _not_0d(events: Sequence[Event]) -> LossError:
@@ -72,23 +80,21 @@ def _map(value: Any, fn: Callable[[Any], Any]) -> Any:
     return fn(value)
 
 
-def _settled(event: Event, fn: Callable[[Any], Any]) -> Event:
-    """`attrs.evolve`, which looks its class up anew at every call."""
+def _with(event: Event, changed: dict[str, Any]) -> Event:
+    """`attrs.evolve`, at a tenth of its cost where the event keeps all its fields in its dictionary."""
     cls = type(event)
-    measured = _measured(cls)
-    values = {name: getattr(event, name) for name in _fields(cls)}
-    for name in measured:
-        values[name] = _map(values[name], fn)
-    return cls(**values)
+    if len(vars(event)) != len(attrs.fields(cls)):  # a subclass with slots
+        return attrs.evolve(event, **changed)
+    new = object.__new__(cls)
+    vars(new).update(vars(event), **changed)
+    return new
 
 
-@lru_cache
-def _fields(cls: type[Event]) -> tuple[str, ...]:
-    return tuple(field.name for field in attrs.fields(cls))
+_PLAIN = frozenset({"int", "int | None", "str", "str | None", "bool", "float | None", "Mapping[str, float]"})
 
 
 @lru_cache
 def _measured(cls: type[Event]) -> tuple[str, ...]:
-    """The fields that may hold a measured value: all but those annotated as counts, names and times."""
-    plain = {"int", "int | None", "str", "bool", int, str, bool}
+    """The fields that may hold a measured value: all but those annotated as counts, names, rates and times."""
+    plain = {*_PLAIN, "tuple[str, ...]", int, str, bool}
     return tuple(f.name for f in attrs.fields(cls) if f.type not in plain and f.name != "time")

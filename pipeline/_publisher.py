@@ -44,6 +44,8 @@ class Watched:
 
     def scaled(self, state: TrainState) -> TrainState:
         """The state with the learning rates scaled as the monitors ask, all their factors together."""
+        if not self.factors:
+            return state
         factor = math.prod(self.factors.values(), start=self.base)
         return state if factor == state.rate_factor else attrs.evolve(state, rate_factor=factor)
 

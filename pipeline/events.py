@@ -29,7 +29,7 @@ __all__ = [
 _NOTHING: Mapping[str, Any] = {}
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, slots=False)
 class Event:
     """What every event carries: where in the run, and when."""
 
@@ -39,7 +39,7 @@ class Event:
     time: float
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, slots=False)
 class RunStarted(Event):
     """Before the first batch. `until` says when the run will end; `total_updates` where that is known."""
 
@@ -47,17 +47,17 @@ class RunStarted(Event):
     total_updates: int | None = None
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, slots=False)
 class EpochStarted(Event):
     """Before a pass over the stream."""
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, slots=False)
 class BatchSkipped(Event):
     """The stream gave None in place of a batch: it takes no place in the window."""
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, slots=False)
 class MicroBatchDone(Event):
     """One micro-batch went through. `loss` is its mean over `weight` items, never scaled or divided."""
 
@@ -66,7 +66,7 @@ class MicroBatchDone(Event):
     samples: int
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, slots=False)
 class UpdateDone(Event):
     """The parameters changed, from the `micro_batches` of one window.
 
@@ -91,7 +91,7 @@ class UpdateDone(Event):
     loss_scale: float | None = None
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, slots=False)
 class UpdateSkipped(Event):
     """A window ended without an update, and `reason` says why; `skipped` such windows so far, `in_row` without a break.
 
@@ -111,7 +111,7 @@ class UpdateSkipped(Event):
     loss_scale: float | None = None
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, slots=False)
 class LossScaleChanged(Event):
     """The loss scale grew after enough finite windows, or backed off after a non-finite one."""
 
@@ -119,7 +119,7 @@ class LossScaleChanged(Event):
     after: float
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, slots=False)
 class EvalDone(Event):
     """An evaluation pass ended. `values` are means over its `weight` items, named `<name>_<measure>`: `val_loss`."""
 
@@ -129,14 +129,14 @@ class EvalDone(Event):
     batches: int
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, slots=False)
 class EpochEnded(Event):
     """A pass over the stream ended, its last window closed, after `batches` batches."""
 
     batches: int
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, slots=False)
 class RunEnded(Event):
     """The last event: why the run ended, all reasons kept."""
 

@@ -28,6 +28,9 @@ def trainable(params: Tensors) -> tuple[list[str], list[Tensor]]:
     return [name for name, _ in pairs], [p for _, p in pairs]
 
 
+_ENGINE: Any = torch.autograd.Variable._execution_engine  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+
+
 @lru_cache
 def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.ones((), dtype=dtype, device=device)
@@ -39,9 +42,8 @@ def backward_into(loss: Tensor, start: Tensor | None, inputs: list[Tensor]) -> N
     What `torch.autograd.backward` does, less its checks and its set-up for tracing, which cost as much as a sixth of
     the pass of a small model.
     """
-    engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
     root = (_one(loss.dtype, loss.device) if start is None else start,)
-    engine.run_backward((loss,), root, False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=True)
+    _ENGINE.run_backward((loss,), root, False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=True)
 
 
 def root_of(frame: Frame) -> tuple[Tensor, Tensor | None]:

@@ -76,6 +76,7 @@ class Forward:
     _whole: _LossOfModel = attrs.field(init=False, eq=False)
     _buffers: list[tuple[dict[str, Any], str]] = attrs.field(init=False, eq=False)
     _recomputed: list[nn.Module] = attrs.field(init=False, eq=False)
+    _special: bool = attrs.field(init=False, eq=False)
 
     reads = frozenset({"params", "buffers", "batch"})
     writes = frozenset({"loss", "weight", "measures", "samples", "tokens", "output", "buffers"})
@@ -90,6 +91,7 @@ class Forward:
         object.__setattr__(self, "_recomputed", chosen(self.model, self.recompute))
         object.__setattr__(self, "_whole", _LossOfModel(self.model, self.loss))
         object.__setattr__(self, "_buffers", _buffer_places(self.model))
+        object.__setattr__(self, "_special", bool(self._buffers or self._recomputed))
 
     def init(self, state: TrainState) -> TrainState:
         """Check that the model is still the one that this was built for, and has its parameters.
@@ -135,6 +137,9 @@ class Forward:
 
     def _run(self, frame: Frame) -> tuple[Any, Tensors]:
         """What the loss function gave, and the buffers after it."""
+        params = frame.state.params
+        if not self._special and params.is_owned and params.lease.holds(self.model):  # most models, most of the time
+            return self.loss(self.model, frame.batch), frame.state.buffers
         if not self._is_bound(frame):
             return self._functional(frame)
         if not self._recomputed:

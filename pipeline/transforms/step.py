@@ -156,7 +156,10 @@ def _why(frame: Frame, window: Window, read: float, counted: bool) -> Skipped:
     first = losses.index(False) if False in losses else None
     if first is None and window.micro_batches == 1:
         first = 0
-    return Skipped("non-finite gradients", first, first_non_finite(window.grads))
+    culprit = first_non_finite(window.grads)
+    if culprit is None:  # every gradient is finite, and together they are not
+        return Skipped("gradient norm beyond float32", first)
+    return Skipped("non-finite gradients", first, culprit)
 
 
 def _before(window: Window, buffers: Tensors, update: int) -> Tensors:

@@ -7,6 +7,7 @@ held before the model was made.
 from __future__ import annotations
 
 import argparse
+import os
 import resource
 import statistics
 import subprocess
@@ -33,6 +34,8 @@ from pipeline import (
 
 WIDTH, LAYERS, WINDOW, UPDATES, BATCH = 2500, 8, 4, 3, 8
 SIDES = ("plain", "fold")
+EXACT = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)}
+"""Every large tensor in pages of its own, given back when it is freed: otherwise glibc keeps some, now and then."""
 
 
 def make_model() -> nn.Module:
@@ -92,7 +95,7 @@ def main() -> None:
     for _ in range(given.rounds):
         for side in SIDES:
             command = [sys.executable, __file__, "--side", side]
-            out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            out = subprocess.run(command, check=True, capture_output=True, text=True, env=EXACT).stdout
             peaks[side].append(float(out))
     parameters = sum(p.numel() for p in make_model().parameters())
     print(f"{parameters / 1e6:.1f} million parameters, {parameters * 4 / 2**20:.0f} MiB each set")

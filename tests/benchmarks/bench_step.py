@@ -106,10 +106,8 @@ def main(rounds: int) -> None:
         low, *_, high = sorted(values)
         print(f"{name:>6}: {statistics.median(values):7.1f} µs a micro-batch ({low:.1f} to {high:.1f})")
     middle, quarter = statistics.median(ratios), len(ratios) // 4
-    print(
-        f" ratio: {middle:.3f} of the plain loop ({ratios[quarter]:.3f} to {ratios[-1 - quarter]:.3f} for the middle half)"
-    )
-    print(f"        {rounds} rounds; bar 1.05")
+    spread = f"middle half {ratios[quarter]:.3f} to {ratios[-1 - quarter]:.3f}, {rounds} rounds"
+    print(f" ratio: {middle:.3f} of the plain loop ({spread}); bar 1.05")
 
 
 if __name__ == "__main__":

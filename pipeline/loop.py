@@ -96,8 +96,8 @@ def scan(
     """The loop in your own hands: `(state, events)` after every micro-batch, after every epoch, and at the end.
 
     The state is updated in place: take `state.copy()` of one to keep, or `donate=False`. While a window is open, the
-    `.grad` of the parameters hold its sums: leave them alone. Between two items the random
-    generators are yours. Measured values in the events are still on their device: `float(event.loss)` reads one.
+    `.grad` of the parameters hold its sums: leave them alone. Between two items the random generators are yours.
+    Measured values in the events are still on their device: `float(event.loss)` reads one.
     """
     watched = Watched(_taken(step, state, until, donate))
     items = _drive(step, watched, stream, until, tuple(evaluations), clock)
@@ -246,18 +246,18 @@ def _drive(
         watched.state = state
         if events:
             yield state, events
-        ended = ended or reasons(clock()) or _no_use(stream, limit, batches, began, state.progress)
+        ended = ended or reasons(clock()) or _no_use(stream, limit, batches, began, state)
     yield state, (RunEnded(**stamp(state.progress, clock()), reasons=ended),)
 
 
-def _no_use(stream: Iterable[Any], limit: Limit, batches: int, before: Progress, after: Progress) -> tuple[str, ...]:
+def _no_use(stream: Iterable[Any], limit: Limit, batches: int, before: Progress, after: TrainState) -> tuple[str, ...]:
     """Why another pass would be no use: it would give nothing, or get no nearer to the limit."""
     if not batches:
         return ("the stream gave no batches",)
     if isinstance(stream, Iterator):
         return ("the stream is a generator, which can be read only once",)
-    if limit.stuck(before, after):
-        skipped = after.skipped - before.skipped
+    if limit.stuck(before, after.progress) and not after.window.micro_batches:  # one that is carried on will end
+        skipped = after.progress.skipped - before.skipped
         return (f"{limit!r} is out of reach: a whole epoch came no nearer ({skipped} windows skipped)",)
     return ()
 

@@ -151,6 +151,14 @@ class TestOutOfReach:
         run = fold(step, state, batches, until=Updates(5))
         assert "2 windows skipped" in run.stopped_by[0]
 
+    def test_a_window_that_is_carried_over_many_epochs_is_not_out_of_reach(self) -> None:
+        model = make_model("mlp")
+        step = make_step(model).replace("Accumulate", Accumulate(7, "carry"))
+        run = fold(step, init(step, model), make_batches(2), until=Updates(2))
+        assert (run.state.progress.micro_steps, run.stopped_by) == (14, ("Updates(2)",))
+        step = make_step(model).replace("Accumulate", Accumulate(7, "drop"))
+        assert "out of reach" in fold(step, init(step, model), make_batches(2), until=Updates(2)).stopped_by[0]
+
     def test_micro_batches_are_counted_where_no_accumulate_counts_them(self) -> None:
         model = make_model("dropout")
         forward = Forward(model, supervised(F.cross_entropy))

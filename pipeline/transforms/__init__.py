@@ -9,8 +9,9 @@ from pipeline.transforms.clip_adaptive import AdaptiveClip
 from pipeline.transforms.clip_groups import ClipByGroupNorm, ClipPerParameter
 from pipeline.transforms.clip_value import ClipByValue
 from pipeline.transforms.emit import EmitEvents
-from pipeline.transforms.forward import Forward, supervised
+from pipeline.transforms.forward import Forward
 from pipeline.transforms.guard import DropNonFinite, SkipSpikes
+from pipeline.transforms.losses import supervised
 from pipeline.transforms.sharpness import SharpnessAware
 from pipeline.transforms.step import MaybeStep, UpdateRule
 

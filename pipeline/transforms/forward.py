@@ -1,23 +1,23 @@
-"""`Forward`: the batch through the model to a loss; and `supervised`, the loss of the common case."""
+"""`Forward`: the batch through the model to a loss."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
 
 from pipeline._binding import tied_names
 from pipeline.errors import DeviceError, LossError, SettingError, StateMismatchError
-from pipeline.records import Frame, Loss, Scalar, TrainState
+from pipeline.records import Frame, Loss, TrainState
 from pipeline.tensors import Tensors
+from pipeline.transforms._batches import samples_in, tensors_in
 from pipeline.transforms._recompute import chosen, recomputed
 
-__all__ = ["Forward", "supervised"]
+__all__ = ["Forward"]
 
 LossFunction = Callable[[Any, Any], Any]
 
@@ -130,7 +130,7 @@ class Forward:
             loss=loss.value,
             weight=loss.weight,
             measures=loss.measures,
-            samples=_samples_in(frame.batch) if loss.samples is None else loss.samples,
+            samples=samples_in(frame.batch) if loss.samples is None else loss.samples,
             tokens=loss.tokens,
             output=loss.output,
         )
@@ -233,70 +233,6 @@ class Forward:
         params = frame.state.params.flat
         if not params or isinstance(error, DeviceError):
             return
-        found = {str(t.device) for t in _tensors_in(frame.batch) if t.device != params[0].device}
+        found = {str(t.device) for t in tensors_in(frame.batch) if t.device != params[0].device}
         if found:
             raise DeviceError(sorted(found), str(params[0].device)) from error
-
-
-def _tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Every tensor in a batch: containers that torch knows, other mappings, attrs records and dataclasses."""
-    for leaf in pytree.tree_leaves(tree):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif isinstance(leaf, Mapping):
-            entries: Mapping[Any, Any] = leaf
-            for entry in entries.values():
-                yield from _tensors_in(entry)
-        elif hasattr(leaf, "__attrs_attrs__") or hasattr(leaf, "__dataclass_fields__"):
-            names = getattr(leaf, "__dataclass_fields__", None) or [a.name for a in attrs.fields(type(leaf))]
-            for name in names:
-                yield from _tensors_in(getattr(leaf, name))
-
-
-def _samples_in(batch: Any) -> int:
-    """How many samples a batch holds: the first dimension of its first tensor that has one; 1 where there is none."""
-    if isinstance(batch, (tuple, list)) and batch:
-        first: Any = batch[0]  # pyright: ignore[reportUnknownVariableType]
-        if isinstance(first, Tensor) and first.ndim:
-            return first.shape[0]
-    return next((t.shape[0] for t in _tensors_in(batch) if t.ndim), 1)
-
-
-@attrs.frozen(repr=False)
-class _Supervised:
-    loss: Callable[[Any, Any], Tensor]
-    measures: Mapping[str, Callable[[Any, Any], Any]]
-    weight: Callable[[Any, Any], Scalar] | None
-
-    def __call__(self, model: Any, batch: Any) -> Loss:
-        inputs, targets = batch
-        output = model(inputs)
-        value = self.loss(output, targets)
-        samples = _samples_in(batch)
-        if self.weight is None and not self.measures:
-            return Loss(value, samples, samples=samples)
-        weight = samples if self.weight is None else self.weight(output, targets)
-        if self.measures:
-            with torch.no_grad():
-                measures = {name: measure(output, targets) for name, measure in self.measures.items()}
-            return Loss.mean(value, weight, measures=measures, samples=samples)
-        return Loss.mean(value, weight, samples=samples)
-
-    def __repr__(self) -> str:
-        more = f", measures={sorted(self.measures)}" if self.measures else ""
-        return f"supervised({getattr(self.loss, '__name__', repr(self.loss))}{more})"
-
-
-def supervised(
-    loss: Callable[[Any, Any], Tensor],
-    *,
-    measures: Mapping[str, Callable[[Any, Any], Any]] | None = None,
-    weight: Callable[[Any, Any], Scalar] | None = None,
-) -> LossFunction:
-    """The loss function of batches `(inputs, targets)`: `loss(model(inputs), targets)`, a mean over the samples.
-
-    Args: loss: 0-d mean, such as `torch.nn.functional.cross_entropy`; measures: name -> `f(output, targets)`, a mean
-          over the samples or a pair (sum, weight), computed without a graph; weight: `f(output, targets)`, the number
-          of items that the mean is over, where that is not the number of samples (targets that are not ignored, say).
-    """
-    return _Supervised(loss, dict(measures or {}), weight)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 import attrs
@@ -14,6 +16,7 @@ from pipeline.events import EvalDone, Event, MicroBatchDone, RunEnded, UpdateDon
 from pipeline.monitor import Monitor, ScaleRate, Signal, Stop
 from pipeline.records import Progress, TrainState, Window
 from pipeline.run import Run, Sink
+from pipeline.tensors import Tensors
 
 Clock = Callable[[], float]
 
@@ -30,6 +33,7 @@ class Watched:
     state: TrainState
     stops: list[str] = attrs.field(factory=list[str])
     factors: dict[str, float] = attrs.field(factory=dict[str, float])
+    undelivered: tuple[Event, ...] = ()  # what has happened, and waits for an evaluation
     base: float = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -118,9 +122,7 @@ class Publisher:
     def run(self) -> Run:
         """The run as it stands, its state owned by nobody."""
         state = self.watched.scaled(self.watched.state)
-        if state.params.is_owned:
-            for param in state.params.flat:
-                param.grad = None
+        let_go(state)
         results = {m.name: m.result(a) for m, a in zip(self.monitors, self.accumulators, strict=True)}
         return Run(state.borrowed(), results, self.reasons)
 
@@ -133,21 +135,46 @@ class Publisher:
             self._failed(error)
 
     def _failed(self, error: BaseException) -> None:
+        """Attach the run; then tell each monitor and each sink of it, so that one that fails too hides nothing."""
         state = self.watched.state
-        self.reasons = (f"{type(error).__name__}: {error}",)
-        self.pending.append(RunEnded(**stamp(state.progress, self.clock()), reasons=self.reasons))
-        events, self.pending = settle(self.pending), []
-        for event in events:
-            self.accumulators = [m.reduce(a, event) for m, a in zip(self.monitors, self.accumulators, strict=True)]
+        pending = [*self.pending, *self.watched.undelivered]
+        if not self.reasons:  # otherwise the run had ended, and was told of, before this error
+            self.reasons = (f"{type(error).__name__}: {error}",)
+            pending.append(RunEnded(**stamp(state.progress, self.clock()), reasons=self.reasons))
+        events = settle(pending)
+        results: dict[str, Any] = {}
+        for monitor, accumulator in zip(self.monitors, self.accumulators, strict=True):
+            with _noted(error, f"monitor {monitor.name!r}"):
+                results[monitor.name] = monitor.result(reduce(monitor.reduce, events, accumulator))
         for sink in self.sinks:
-            try:
+            with _noted(error, repr(sink)):
                 for event in events:
                     sink.write(event)
-            except Exception as second:  # the first error is the one to tell of, and the other sinks get theirs
-                error.add_note(f"and then, on writing the end of the run to {sink!r}: {second!r}")
-        self.watched.state, lost = _usable(state)
-        error.__run__ = self.run()  # type: ignore[attr-defined]
-        error.add_note(f"the run up to here: pipeline.run_of(error){lost}")
+        attach(error, self.watched.scaled(state), results, self.reasons)
+
+
+@contextmanager
+def _noted(error: BaseException, who: str) -> Generator[None]:
+    """A second error becomes a note on the first, which is the one to tell of."""
+    try:
+        yield
+    except Exception as second:
+        error.add_note(f"and then, on telling {who} of the end of the run: {second!r}")
+
+
+def attach(error: BaseException, state: TrainState, results: Mapping[str, Any], reasons: tuple[str, ...]) -> None:
+    """Let the error carry the run that it ended."""
+    state, lost = _usable(state)
+    let_go(state)
+    error.__run__ = Run(state.borrowed(), results, reasons)  # type: ignore[attr-defined]
+    error.add_note(f"the run up to here: pipeline.run_of(error){lost}")
+
+
+def let_go(state: TrainState) -> None:
+    """Leave no window's sums behind in the parameters' `.grad`."""
+    if state.params.is_owned:
+        for param in state.params.renewed().flat:
+            param.grad = None
 
 
 def _usable(state: TrainState) -> tuple[TrainState, str]:
@@ -163,4 +190,8 @@ def _usable(state: TrainState) -> tuple[TrainState, str]:
     if state.window.grads.is_stale:
         state = attrs.evolve(state, window=Window())
         lost += "; the open window's sums were lost"
+    for name, value in state.slots.items():
+        if isinstance(value, Tensors) and value.is_stale:
+            state = attrs.evolve(state, slots={**state.slots, name: value.renewed()})
+            lost += f"; slot {name!r} has seen an update that it does not count"
     return state, lost

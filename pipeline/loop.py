@@ -16,7 +16,7 @@ from torch import nn
 from pipeline import _randomness as randomness
 from pipeline._binding import bind
 from pipeline._models import models_in
-from pipeline._publisher import Clock, Publisher, Watched, stamp
+from pipeline._publisher import Clock, Publisher, Watched, attach, let_go, stamp
 from pipeline.errors import DuplicateNameError, SettingError
 from pipeline.evaluation import Evaluation
 from pipeline.events import (
@@ -60,7 +60,7 @@ def init(
 def apply(step: Transform, state: TrainState, batch: Any, *, time: float = 0.0) -> tuple[TrainState, tuple[Event, ...]]:
     """One micro-batch, for a test or a REPL: the next state and the events. `state` and its module stay as they are.
 
-    A batch of None is passed over, as in a fold.
+    What the micro-batch did not change the two states share. A batch of None is passed over, as in a fold.
     """
     generators = randomness.default_generators(state)
     if batch is None:
@@ -97,11 +97,12 @@ def scan(
 
     The state is updated in place: take `state.copy()` of one to keep, or `donate=False`. While a window is open, the
     `.grad` of the parameters hold its sums: leave them alone. Between two items the random generators are yours.
-    Measured values in the events are still on their device: `float(event.loss)` reads one.
+    Measured values in the events are still on their device: `float(event.loss)` reads one. An error keeps its type, and
+    `run_of(error)` holds the last state.
     """
     watched = Watched(_taken(step, state, until, donate))
     items = _drive(step, watched, stream, until, tuple(evaluations), clock)
-    return _with_own_randomness(items, watched.state)
+    return _with_own_randomness(items, watched)
 
 
 def fold(
@@ -139,14 +140,25 @@ def fold(
             closing.callback(sink.close)
         _check_names("monitor", [m.name for m in monitors])
         _check_names("evaluation", [e.name for e in evaluations])
+        if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise SettingError("fold(state)", "a TrainState", state, "Make one with `init(step, model)`.")
         if publish_every < 1:
             raise SettingError("fold(publish_every)", "at least 1 update", publish_every)
-        watched = Watched(_taken(step, state, until, donate))
+        watched = Watched(state)
         publisher = Publisher(watched, monitors, sinks, tuple(e.name for e in evaluations), publish_every, clock)
-        with randomness.isolated(randomness.default_generators(watched.state)), _ctrl_c(watched.stops), publisher:
+        watched.state = _taken(step, state, until, donate)  # last: what was refused before has taken nothing
+        kept = closing.pop_all()
+    generators, run = randomness.default_generators(watched.state), None
+    try:
+        with randomness.isolated(generators), _ctrl_c(watched.stops), kept, publisher:
             for _, events in _drive(step, watched, stream, until, evaluations, clock):
                 publisher.take(events)
-    return publisher.run()
+            run = publisher.run()
+    except Exception as error:
+        if run is not None:  # it is over, and a sink could not be closed
+            attach(error, run.state, run.results, run.stopped_by)
+        raise
+    return run
 
 
 def _taken(step: Transform, state: TrainState, until: Limit | None, donate: bool) -> TrainState:
@@ -195,10 +207,13 @@ def _drive(
         reached = limit.reasons(state.progress, now - started)
         return (*reached, *watched.stops) if watched.stops else reached
 
-    def evaluated(before: Progress) -> tuple[Event, ...]:
-        watched.state = state
-        due = [e for e in evaluations if e.when.due(before, state.progress)]
-        return tuple(e.run(state, time=clock()) for e in due)
+    def and_evaluated(events: tuple[Event, ...], before: Progress) -> tuple[Event, ...]:
+        watched.state, watched.undelivered = state, events
+        for evaluation in evaluations:
+            if evaluation.when.due(before, state.progress):
+                watched.undelivered += (evaluation.run(state, time=clock()),)
+        events, watched.undelivered = watched.undelivered, ()
+        return events
 
     yield state, (RunStarted(**stamp(state.progress, started), until=repr(limit), total_updates=limit.total_updates()),)
     ended = reasons(started)
@@ -224,7 +239,7 @@ def _drive(
                 watched.state = state
                 del batch  # nothing of this micro-batch stays alive while the next one is read
                 if evaluations and state.progress.updates != before.updates:
-                    events = (*events, *evaluated(before))
+                    events = and_evaluated(events, before)
                 yield state, events
             ended = reasons(now)
             if ended:
@@ -237,11 +252,11 @@ def _drive(
             frame = step.finish(Frame.begin(state, time=clock()))
             state, events = frame.state, frame.events
             del frame
-            events = (*events, *evaluated(before))
+            events = and_evaluated(events, before)
         if not ended or read == _length(stream):
             before = state.progress
             state = attrs.evolve(state, progress=attrs.evolve(before, epoch=before.epoch + 1))
-            events = (*events, *evaluated(before))
+            events = and_evaluated(events, before)
             events = (*events, EpochEnded(**stamp(state.progress, clock()), batches=batches))
         watched.state = state
         if events:
@@ -271,25 +286,31 @@ def _length(stream: Iterable[Any]) -> int | None:
 
 
 def _with_own_randomness(
-    items: Iterator[tuple[TrainState, tuple[Event, ...]]], state: TrainState
+    items: Iterator[tuple[TrainState, tuple[Event, ...]]], watched: Watched
 ) -> Iterator[tuple[TrainState, tuple[Event, ...]]]:
     """The loop's generators while it works, the caller's in between; what opens a run joins what follows."""
-    generators = randomness.default_generators(state)
+    generators = randomness.default_generators(watched.state)
     own = randomness.read(generators)
     opening: tuple[Event, ...] = ()
-    while True:
-        with randomness.isolated(generators):
-            randomness.write(generators, own)
-            item = next(items, None)
-            own = randomness.read(generators)
-        if item is None:
-            return
-        state, events = item
-        if all(isinstance(event, (RunStarted, EpochStarted)) for event in events) and events:
-            opening += events
-            continue
-        yield state, (*opening, *events)
-        opening = ()
+    try:
+        while True:
+            with randomness.isolated(generators):
+                randomness.write(generators, own)
+                item = next(items, None)
+                own = randomness.read(generators)
+            if item is None:
+                return
+            state, events = item
+            if events and all(isinstance(event, (RunStarted, EpochStarted)) for event in events):
+                opening += events
+                continue
+            yield state, (*opening, *events)
+            opening = ()
+    except Exception as error:
+        attach(error, watched.state, {}, (f"{type(error).__name__}: {error}",))
+        raise
+    finally:
+        let_go(watched.state)
 
 
 @contextmanager

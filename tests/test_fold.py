@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from pipeline import (
     Accumulate,
+    AverageWeights,
     EmitEvents,
     Epochs,
     Evaluation,
@@ -311,6 +312,94 @@ class TestStream:
             fold(step, state, make_batches(30), sinks=[Failing(), other], publish_every=3)
         assert isinstance(other.events[-1], RunEnded)
         assert run_of(caught.value).state.progress.updates == 3
+
+    def test_an_average_that_was_written_before_the_error_is_usable_too(self) -> None:
+        def fails(f: Any) -> None:
+            if f.applied and f.began.updates == 1:
+                raise KeyError("mine")
+
+        step, state, model = started("mlp", 1)
+        step = step.insert_after("MaybeStep", AverageWeights(0.9), tap(fails))
+        state = init(step, model)
+        with pytest.raises(KeyError, match="mine") as caught:
+            fold(step, state, make_batches(4))
+        assert "slot 'average'" in "".join(caught.value.__notes__)
+        kept = run_of(caught.value).state.copy()
+        assert fold(step.without("tap fails"), kept, make_batches(2)).state.progress.updates == 3
+
+    @pytest.mark.parametrize("fails_in", ["reduce", "result"])
+    def test_a_monitor_that_fails_hides_neither_the_error_nor_the_run(self, fails_in: str) -> None:
+        class Bad(monitors.MeanLoss):
+            def reduce(self, accumulator: Any, event: Event) -> Any:
+                if fails_in == "reduce" and isinstance(event, RunEnded):
+                    raise ValueError("monitor")
+                return super().reduce(accumulator, event)
+
+            def result(self, accumulator: Any) -> Any:
+                if fails_in == "result":
+                    raise ValueError("monitor")
+                return super().result(accumulator)
+
+        def stream() -> Iterator[Any]:
+            yield from make_batches(3)
+            raise OSError("disk")
+
+        step, state, _ = started()
+        sink = Memory()
+        with pytest.raises(OSError, match="disk") as caught:
+            fold(step, state, stream(), monitors=[Bad("bad"), monitors.GradNorm()], sinks=[sink])
+        assert "monitor 'bad'" in "".join(caught.value.__notes__)
+        assert list(run_of(caught.value).results) == ["GradNorm"]
+        assert sink.names()[-2:] == ["UpdateDone", "RunEnded"]
+        state = run_of(caught.value).state
+        with pytest.raises(ValueError, match="monitor") as caught:
+            fold(step, state, make_batches(3), monitors=[Bad("bad")])
+        assert run_of(caught.value).state.progress.micro_steps == 6
+
+    def test_a_sink_that_cannot_be_closed_takes_the_finished_run_along(self) -> None:
+        class Open(Memory):
+            def close(self) -> None:
+                raise OSError("full")
+
+        step, state, _ = started()
+        sink = Open()
+        with pytest.raises(OSError, match="full") as caught:
+            fold(step, state, make_batches(4), sinks=[sink])
+        assert run_of(caught.value).stopped_by == ("Epochs(1)",)
+        assert sink.names().count("RunEnded") == 1
+
+    def test_a_wrong_argument_leaves_the_state_as_it_was(self) -> None:
+        step, state, _ = started()
+        for wrong in ({"monitors": [monitors.EarlyStopping("val_loss")]}, {"until": 3}, {"publish_every": 0}):
+            with pytest.raises((MeasureError, SettingError)):
+                fold(step, state, make_batches(2), **wrong)
+        assert fold(step, state, make_batches(2)).state.progress.updates == 1
+
+    def test_an_error_under_scan_takes_the_last_state_along(self) -> None:
+        step, state, _ = started()
+        step = step.insert_after("MaybeStep", tap(lambda f: 1 // (3 - f.began.micro_steps)))
+        with pytest.raises(ZeroDivisionError) as caught:
+            list(scan(step, state, make_batches(6)))
+        assert (
+            fold(step.without("tap <lambda>"), run_of(caught.value).state, make_batches(2)).state.progress.updates == 2
+        )
+
+    def test_an_abandoned_scan_leaves_no_sums_behind_in_the_parameters(self) -> None:
+        step, state, model = started("mlp", 4)
+        running = scan(step, state, make_batches(6))
+        next(running)
+        assert model[0].weight.grad is not None
+        running.close()
+        assert all(p.grad is None for p in model.parameters())
+
+    def test_an_evaluation_that_fails_does_not_swallow_the_update_before_it(self) -> None:
+        step, state, model = started("mlp", 1)
+        sink = Memory()
+        bad = Evaluation(Forward(model, supervised(F.cross_entropy)), [3], EveryUpdates(2))
+        with pytest.raises(TypeError) as caught:
+            fold(step, state, make_batches(6), sinks=[sink], evaluations=[bad])
+        assert [e.update for e in sink.events if isinstance(e, UpdateDone)] == [1, 2]
+        assert run_of(caught.value).state.progress.updates == 2
 
     def test_an_error_that_no_fold_raised_holds_no_run(self) -> None:
         with pytest.raises(ValueError, match="did not come out of a fold"):

@@ -103,6 +103,13 @@ class TestTrainState:
         assert_records_equal(end.state, fold(step, run.state, make_batches(4, seed=2)).state)
         assert_records_equal(dict(other.named_parameters()), dict(end.state.params))
 
+    def test_a_state_loaded_into_a_second_model_stays_good_for_the_first(self) -> None:
+        model, other = make_model("mlp"), make_model("mlp", seed=7)
+        step, there = make_step(model, 2), make_step(other, 2)
+        state = fold(step, init(step, model), make_batches(4)).state
+        fold(there, state.load_into(other), make_batches(4))
+        assert fold(step, state.copy(), make_batches(2)).state.progress.updates == 3
+
     def test_names_match_whatever_their_order(self) -> None:
         state = TrainState(Tensors({"bias": torch.ones(1), "weight": torch.full((1, 1), 2.0)}))
         model = nn.Linear(1, 1)

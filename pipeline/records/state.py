@@ -64,8 +64,10 @@ class TrainState:
 
         Raises: StateMismatchError naming what is missing, unexpected or of another shape; nothing is written then.
         """
+        own = self.params.lease.holds(model)
         params, buffers = load(self.params, self.buffers, model, self.progress.updates)
-        return attrs.evolve(self, params=params, buffers=buffers)
+        rest = self if own else attrs.evolve(self, params=_EMPTY, buffers=_EMPTY).copy()  # two models, two states
+        return attrs.evolve(rest, params=params, buffers=buffers)
 
     def owned(self) -> TrainState:
         """Take the buffers over: this state goes stale, the returned one is updated in place (as `fold` does)."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from functools import reduce
 from typing import Any
 
 import attrs
@@ -71,6 +71,9 @@ class Publisher:
         self.accumulators = [m.init() for m in monitors]
         self.pending: list[Event] = []
         self.waiting = 0
+        # A queue each, so that one that fails takes nothing from the others.
+        self.to_reduce = [deque[Event]() for _ in monitors]
+        self.to_write = [deque[Event]() for _ in sinks]
         self.reasons: tuple[str, ...] = ()
         self.to_come = set(evaluations)
         self.reported: list[str] = []
@@ -91,12 +94,13 @@ class Publisher:
 
     def publish(self) -> None:
         """Everything that is pending, in order, through one transfer."""
-        self.pending, self.waiting = settle(self.pending), 0
-        while self.pending:
-            event = self.pending.pop(0)
-            self.accumulators = [m.reduce(a, event) for m, a in zip(self.monitors, self.accumulators, strict=True)]
-            for sink in self.sinks:
-                sink.write(event)
+        events, self.pending, self.waiting = settle(self.pending), [], 0
+        self._queue(events)
+        for place in range(len(self.monitors)):
+            self._reduce(place)
+        for place in range(len(self.sinks)):
+            self._write(place)
+        for event in events:
             if isinstance(event, RunEnded):
                 self.reasons = event.reasons
             elif isinstance(event, EvalDone):
@@ -105,6 +109,20 @@ class Publisher:
             if hasattr(monitor, "signals"):
                 for asked in monitor.signals(accumulator):  # type: ignore[attr-defined]
                     self.watched.asked(monitor.name, asked)
+
+    def _queue(self, events: list[Event]) -> None:
+        for queue in (*self.to_reduce, *self.to_write):
+            queue.extend(events)
+
+    def _reduce(self, place: int) -> None:
+        queue, monitor = self.to_reduce[place], self.monitors[place]
+        while queue:
+            self.accumulators[place] = monitor.reduce(self.accumulators[place], queue.popleft())
+
+    def _write(self, place: int) -> None:
+        queue, sink = self.to_write[place], self.sinks[place]
+        while queue:
+            sink.write(queue.popleft())
 
     def _note(self, event: EvalDone) -> None:
         if event.name in self.to_come:
@@ -141,15 +159,15 @@ class Publisher:
         if not self.reasons:  # otherwise the run had ended, and was told of, before this error
             self.reasons = (f"{type(error).__name__}: {error}",)
             pending.append(RunEnded(**stamp(state.progress, self.clock()), reasons=self.reasons))
-        events = settle(pending)
+        self._queue(settle(pending))
         results: dict[str, Any] = {}
-        for monitor, accumulator in zip(self.monitors, self.accumulators, strict=True):
+        for place, monitor in enumerate(self.monitors):
             with _noted(error, f"monitor {monitor.name!r}"):
-                results[monitor.name] = monitor.result(reduce(monitor.reduce, events, accumulator))
-        for sink in self.sinks:
+                self._reduce(place)
+                results[monitor.name] = monitor.result(self.accumulators[place])
+        for place, sink in enumerate(self.sinks):
             with _noted(error, repr(sink)):
-                for event in events:
-                    sink.write(event)
+                self._write(place)
         attach(error, self.watched.scaled(state), results, self.reasons)
 
 

@@ -312,6 +312,7 @@ class TestStream:
             fold(step, state, make_batches(30), sinks=[Failing(), other], publish_every=3)
         assert isinstance(other.events[-1], RunEnded)
         assert run_of(caught.value).state.progress.updates == 3
+        assert other.names() == ["RunStarted", "EpochStarted", *["UpdateDone"] * 3, "RunEnded"]
 
     def test_an_average_that_was_written_before_the_error_is_usable_too(self) -> None:
         def fails(f: Any) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipeline._checks import whole
 from pipeline.errors import MissingFieldError, SettingError
-from pipeline.records import Frame, Progress, Scalar, Skipped, TrainState, Window
+from pipeline.records import Frame, Progress, Scalar, TrainState, Window
 from pipeline.tensors import Tensors
 from pipeline.transforms._gradients import WIDE, add_grads, backward_into, counts_for_nothing, root_of, widened
 from pipeline.transforms.backward import ScaledBackward
@@ -150,7 +150,7 @@ def _weighed(frame: Frame) -> Frame:
         return frame.having(update_factor=1.0 / total if total else 0.0)
     nothing = total == 0
     factor = torch.where(nothing, torch.zeros_like(total), total.reciprocal())
-    return frame.having(update_factor=factor, skip=nothing, skipped=Skipped("no items counted"))
+    return frame.having(update_factor=factor, skip=nothing)
 
 
 @attrs.frozen

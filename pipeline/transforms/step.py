@@ -137,7 +137,8 @@ def _read(norm: Tensor, factor: Scalar, skip: Tensor | None) -> float:
     if skip is None and norm.is_cpu:  # both lie in the host's memory
         return cast("float", norm.tolist()) * cast("float", factor.tolist() if isinstance(factor, Tensor) else factor)
     norm = normalised(norm, factor)
-    return float(norm if skip is None else torch.where(skip, -1.0, norm))
+    # What is not finite is that before all else: the loss scale must back off from it.
+    return float(norm if skip is None else torch.where(skip & norm.isfinite(), -1.0, norm))
 
 
 def _counted(p: Progress, applied: bool) -> Progress:
@@ -148,10 +149,12 @@ def _counted(p: Progress, applied: bool) -> Progress:
 
 def _why(frame: Frame, window: Window, read: float, counted: bool) -> Skipped:
     """What the host looks up once it knows that there will be no update."""
+    if float(window.weight) == 0:
+        return Skipped("no items counted")
     if read < 0:
         return frame.skipped or Skipped("asked for by a transform")
     if not counted:
-        return Skipped("no parameter had a gradient" if window.weight else "no items counted")
+        return Skipped("no parameter had a gradient")
     losses = [math.isfinite(loss) for loss in window.losses]
     first = losses.index(False) if False in losses else None
     if first is None and window.micro_batches == 1:

@@ -14,6 +14,8 @@ from pipeline import (
     ClipByGlobalNorm,
     EmitEvents,
     Forward,
+    Loss,
+    LossScale,
     MaybeStep,
     Optimizer,
     ScaledBackward,
@@ -116,6 +118,24 @@ class TestSpikes:
         assert skips
         assert {e.reason for e in skips} == {"gradient norm above 1.001 times its median"}
         assert all(math.isfinite(float(e.grad_norm)) for e in skips)
+
+    def test_an_overflow_is_no_spike_and_the_loss_scale_backs_off(self) -> None:
+        model = torch.nn.Linear(6, 1, bias=False)
+        step = whole(model, 1).insert_before("MaybeStep", SkipSpikes(over=4, least=1))
+        step = step.replace("Forward", Forward(model, lambda m, factor: m(torch.ones(1, 6)).sum() * factor))
+        state = init(step, model, loss_scale=LossScale(scale=64.0))
+        items = list(scan(step, state, [torch.tensor(f) for f in (1.0, 1.0, math.inf)]))
+        (skip,) = (e for _, events in items for e in events if isinstance(e, UpdateSkipped))
+        assert skip.reason == "non-finite gradients"
+        assert items[-1][0].loss_scale == LossScale(scale=32.0)
+
+    def test_a_window_of_no_items_is_no_spike_either(self) -> None:
+        model = make_model("mlp")
+        step = whole(model, 1).insert_before("MaybeStep", SkipSpikes(over=4, least=1))
+        nothing = Forward(model, lambda m, batch: Loss.sum(0 * m(batch[0]).sum(), torch.tensor(0.0)))
+        items = list(scan(step.replace("Forward", nothing), init(step, model), make_batches(1)))
+        (skip,) = (e for _, events in items for e in events if isinstance(e, UpdateSkipped))
+        assert skip.reason == "no items counted"
 
     @pytest.mark.parametrize("bad", [{"multiple": 1.0}, {"least": 0}, {"over": 3, "least": 4}])
     def test_settings_are_checked(self, bad: dict[str, Any]) -> None:

@@ -75,7 +75,6 @@ def main(folder: str | Path = "runs/digits", seed: int = 0, epochs: int = 30) ->
     watch = [monitors.MeanLoss(), monitors.Mean("accuracy"), monitors.GradNorm()]
     watch += [monitors.LearningRate(), monitors.Throughput(), monitors.EarlyStopping("val_loss", patience=8)]
     folder = Path(folder)
-    (folder / "events.jsonl").unlink(missing_ok=True)  # EventLog would continue it
     run = fold(
         step,
         init(step, model, seed=seed),

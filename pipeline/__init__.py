@@ -10,13 +10,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipeline import errors, events, monitors, schedules, sinks, testing
+    from pipeline import checkpoint, errors, events, monitors, schedules, sinks, stream, testing
+    from pipeline.checkpoint import CheckpointStore, export, load_weights
     from pipeline.combinators import branch, every, repeat, tap, when
     from pipeline.evaluation import Evaluation, EveryEpoch, EveryUpdates
     from pipeline.initialisation import initialise
     from pipeline.loop import apply, fold, init, scan
-    from pipeline.monitor import ScaleRate, Stop, replay
+    from pipeline.monitor import Evaluate, Rewind, Save, ScaleRate, Stop
+    from pipeline.observer import observe
     from pipeline.optim import Group, Optimizer, layer_decay, no_decay
+    from pipeline.parts import part
+    from pipeline.recording import read_events, replay
     from pipeline.records import Frame, Loss, LossScale, Progress, TrainState, Window
     from pipeline.run import Run, run_of
     from pipeline.tensors import Tensors
@@ -33,9 +37,15 @@ if TYPE_CHECKING:
         EmitEvents,
         Forward,
         MaybeStep,
+        MeasureGradients,
+        MeasureNoise,
+        MeasureUpdates,
+        PenaliseL1,
+        PenaliseL2,
         ScaledBackward,
         SharpnessAware,
         SkipSpikes,
+        UpdateInBackward,
         averaged,
         supervised,
     )
@@ -45,6 +55,7 @@ __all__ = [
     "Accumulate",
     "AdaptiveClip",
     "AverageWeights",
+    "CheckpointStore",
     "ClipByGlobalNorm",
     "ClipByGroupNorm",
     "ClipByValue",
@@ -52,6 +63,7 @@ __all__ = [
     "DropNonFinite",
     "EmitEvents",
     "Epochs",
+    "Evaluate",
     "Evaluation",
     "EveryEpoch",
     "EveryUpdates",
@@ -61,10 +73,17 @@ __all__ = [
     "Loss",
     "LossScale",
     "MaybeStep",
+    "MeasureGradients",
+    "MeasureNoise",
+    "MeasureUpdates",
     "MicroBatches",
     "Optimizer",
+    "PenaliseL1",
+    "PenaliseL2",
     "Progress",
+    "Rewind",
     "Run",
+    "Save",
     "ScaleRate",
     "ScaledBackward",
     "Seconds",
@@ -76,28 +95,36 @@ __all__ = [
     "Tokens",
     "TrainState",
     "Transform",
+    "UpdateInBackward",
     "Updates",
     "Window",
     "apply",
     "averaged",
     "branch",
     "chain",
+    "checkpoint",
     "errors",
     "events",
     "every",
+    "export",
     "fold",
     "init",
     "initialise",
     "layer_decay",
+    "load_weights",
     "monitors",
     "named",
     "no_decay",
+    "observe",
+    "part",
+    "read_events",
     "repeat",
     "replay",
     "run_of",
     "scan",
     "schedules",
     "sinks",
+    "stream",
     "supervised",
     "tap",
     "testing",
@@ -105,12 +132,16 @@ __all__ = [
 ]
 
 _HOMES = {
+    "checkpoint": ("CheckpointStore", "export", "load_weights"),
     "combinators": ("branch", "every", "repeat", "tap", "when"),
     "evaluation": ("Evaluation", "EveryEpoch", "EveryUpdates"),
     "initialisation": ("initialise",),
     "loop": ("apply", "fold", "init", "scan"),
-    "monitor": ("ScaleRate", "Stop", "replay"),
+    "monitor": ("Evaluate", "Rewind", "Save", "ScaleRate", "Stop"),
+    "observer": ("observe",),
     "optim": ("Group", "Optimizer", "layer_decay", "no_decay"),
+    "parts": ("part",),
+    "recording": ("read_events", "replay"),
     "records": ("Frame", "Loss", "LossScale", "Progress", "TrainState", "Window"),
     "run": ("Run", "run_of"),
     "tensors": ("Tensors",),
@@ -127,9 +158,15 @@ _HOMES = {
         "EmitEvents",
         "Forward",
         "MaybeStep",
+        "MeasureGradients",
+        "MeasureNoise",
+        "MeasureUpdates",
+        "PenaliseL1",
+        "PenaliseL2",
         "ScaledBackward",
         "SharpnessAware",
         "SkipSpikes",
+        "UpdateInBackward",
         "averaged",
         "supervised",
     ),

@@ -14,48 +14,84 @@ from torch.utils import _pytree as pytree
 from pipeline.errors import LossError
 from pipeline.events import Event
 
-__all__ = ["settle", "to_host"]
+__all__ = ["Transfer", "settle", "to_host"]
 
 
 def to_host(values: Sequence[Tensor]) -> list[float]:
     """The values of 0-d tensors as numbers: one transfer for each dtype and device, usually one in all."""
+    return _start(values)()
+
+
+def _start(values: Sequence[Tensor]) -> Callable[[], list[float]]:
+    """Start the transfer, and return what waits for it."""
     kinds = {(value.dtype, value.device) for value in values}
     if len(kinds) == 1:
-        return torch.stack(tuple(values)).tolist()
-    numbers: list[float] = [0.0] * len(values)
-    for kind in kinds:
-        places = [i for i, value in enumerate(values) if (value.dtype, value.device) == kind]
-        for place, number in zip(places, torch.stack([values[i] for i in places]).tolist(), strict=True):
-            numbers[place] = number
+        return _copied(torch.stack(tuple(values)))
+    places = {kind: [i for i, v in enumerate(values) if (v.dtype, v.device) == kind] for kind in kinds}
+    copies = {kind: _copied(torch.stack([values[i] for i in of_kind])) for kind, of_kind in places.items()}
+
+    def numbers() -> list[float]:
+        found: list[float] = [0.0] * len(values)
+        for kind, of_kind in places.items():
+            for place, number in zip(of_kind, copies[kind](), strict=True):
+                found[place] = number
+        return found
+
     return numbers
 
 
-def settle(events: Sequence[Event]) -> list[Event]:
-    """The same events with every 0-d tensor in them as a number."""
-    found: list[Tensor] = []
+def _copied(values: Tensor) -> Callable[[], list[float]]:
+    """A copy in the host's memory, begun without waiting where the device can."""
+    if not values.is_cuda:
+        return values.tolist
+    here = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
 
-    def note(value: Any) -> Any:
+    def numbers() -> list[float]:
+        done.synchronize()
+        return here.tolist()
+
+    return numbers
+
+
+class Transfer:
+    """Events whose measured values are on their way to the host, without anyone waiting; `events()` waits for them."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._given = events
+        self._found: list[Tensor] = []
+        self._held: list[list[tuple[str, Any]]] = []
+        for event in events:
+            before = [(name, getattr(event, name)) for name in _measured(type(event))]
+            self._held.append([(name, value) for name, value in before if _map(value, self._note) is not None])
+        if any(value.ndim for value in self._found):
+            raise _not_0d(events)
+        self._numbers = _start(self._found)
+
+    def _note(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            found.append(value.detach() if value.requires_grad else value)
+            self._found.append(value.detach() if value.requires_grad else value)
         return value
 
-    held: list[list[tuple[str, Any]]] = []
-    for event in events:
-        before = [(name, getattr(event, name)) for name in _measured(type(event))]
-        held.append([(name, value) for name, value in before if _map(value, note) is not None])
-    if not found:
-        return list(events)
-    if any(value.ndim for value in found):
-        raise _not_0d(events)
-    numbers = iter(to_host(found))
+    def events(self) -> list[Event]:
+        """The same events with every 0-d tensor in them as a number."""
+        if not self._found:
+            return list(self._given)
+        numbers = iter(self._numbers())
 
-    def number(value: Any) -> Any:
-        return next(numbers) if isinstance(value, Tensor) else value
+        def number(value: Any) -> Any:
+            return next(numbers) if isinstance(value, Tensor) else value
 
-    return [
-        _with(event, {name: _map(value, number) for name, value in values}) if values else event
-        for event, values in zip(events, held, strict=True)
-    ]
+        return [
+            _with(event, {name: _map(value, number) for name, value in values}) if values else event
+            for event, values in zip(self._given, self._held, strict=True)
+        ]
+
+
+def settle(events: Sequence[Event]) -> list[Event]:
+    """The same events with every 0-d tensor in them as a number, now."""
+    return Transfer(events).events()
 
 
 def _not_0d(events: Sequence[Event]) -> LossError:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
 
-from pipeline._publication import settle
+from pipeline._publication import Transfer, settle
+from pipeline.audience import Audience
+from pipeline.checkpoint import Checkpoint
 from pipeline.errors import MeasureError
-from pipeline.events import EvalDone, Event, MicroBatchDone, RunEnded, UpdateDone
-from pipeline.monitor import Monitor, ScaleRate, Signal, Stop
-from pipeline.records import Progress, TrainState, Window
-from pipeline.run import Run, Sink
+from pipeline.events import EvalDone, Event, MemoryMeasured, MicroBatchDone, RunEnded, UpdateDone
+from pipeline.monitor import Evaluate, Rewind, Save, ScaleRate, Signal, Stop
+from pipeline.records import Part, Progress, TrainState, Window
+from pipeline.run import Run
 from pipeline.tensors import Tensors
 
 Clock = Callable[[], float]
@@ -28,10 +28,14 @@ def stamp(progress: Progress, now: float) -> dict[str, Any]:
 
 @attrs.define
 class Watched:
-    """What the loop and whoever watches it share: the newest state, and the reasons to stop."""
+    """What the loop and whoever watches it share: the newest state, and what is asked of the loop."""
 
     state: TrainState
     stops: list[str] = attrs.field(factory=list[str])
+    interrupted: bool = False  # one of them comes from outside
+    evaluate: list[str | None] = attrs.field(factory=list[str | None])  # by name; None is all of them
+    saves: list[str] = attrs.field(factory=list[str])
+    rewinds: list[Rewind] = attrs.field(factory=list[Rewind])
     factors: dict[str, float] = attrs.field(factory=dict[str, float])
     undelivered: tuple[Event, ...] = ()  # what has happened, and waits for an evaluation
     base: float = attrs.field(init=False)
@@ -45,6 +49,12 @@ class Watched:
             self.stops.append(signal.reason)
         elif isinstance(signal, ScaleRate):
             self.factors[monitor] = signal.factor
+        elif isinstance(signal, Evaluate) and signal.name not in self.evaluate:
+            self.evaluate.append(signal.name)
+        elif isinstance(signal, Save) and signal.reason not in self.saves:
+            self.saves.append(signal.reason)
+        elif isinstance(signal, Rewind):
+            self.rewinds.append(signal)
 
     def scaled(self, state: TrainState) -> TrainState:
         """The state with the learning rates scaled as the monitors ask, all their factors together."""
@@ -55,28 +65,30 @@ class Watched:
 
 
 class Publisher:
-    """Carries the accumulators; hands events to monitors and sinks, many at a time."""
+    """Gathers the events of a fold and tells its audience of them, many at a time.
+
+    Where the measured values lie on an accelerator, `late`, those of one publication are copied while the next updates
+    are made, and told of with the next one: always one later, so that what monitors decide is reproducible. An
+    evaluation, a skipped window, an epoch and the end are told of at once.
+    """
 
     def __init__(
         self,
         watched: Watched,
-        monitors: tuple[Monitor, ...],
-        sinks: tuple[Sink, ...],
+        audience: Audience,
         evaluations: tuple[str, ...],
         every: int,
         clock: Clock,
+        late: bool = False,
     ) -> None:
-        self.clock = clock
-        self.watched, self.monitors, self.sinks, self.every = watched, monitors, sinks, every
-        self.accumulators = [m.init() for m in monitors]
+        self.clock, self.watched, self.audience, self.every, self.late = clock, watched, audience, every, late
         self.pending: list[Event] = []
-        self.waiting = 0
-        # A queue each, so that one that fails takes nothing from the others.
-        self.to_reduce = [deque[Event]() for _ in monitors]
-        self.to_write = [deque[Event]() for _ in sinks]
+        self.under_way = Transfer(())
+        self.waiting = self.told = 0
         self.reasons: tuple[str, ...] = ()
         self.to_come = set(evaluations)
         self.reported: list[str] = []
+        self._urgent = [monitor.urgent for monitor in audience.monitors if hasattr(monitor, "urgent")]  # type: ignore[attr-defined]
         self._check_watched()
 
     def take(self, events: tuple[Event, ...]) -> None:
@@ -84,45 +96,60 @@ class Publisher:
         if not events:
             return
         self.pending.extend(events)
+        at_once = False
         for event in events:
             if isinstance(event, UpdateDone):
                 self.waiting += 1
-            elif not isinstance(event, MicroBatchDone):
-                self.waiting = self.every
-        if self.waiting >= self.every:
-            self.publish()
+            elif not isinstance(event, (MicroBatchDone, MemoryMeasured)):
+                at_once = True
+            at_once = at_once or any(urgent(event) for urgent in self._urgent)
+        if at_once or self.waiting >= self.every:
+            self.publish(at_once=at_once)
 
-    def publish(self) -> None:
+    def publish(self, *, at_once: bool) -> None:
         """Everything that is pending, in order, through one transfer."""
-        events, self.pending, self.waiting = settle(self.pending), [], 0
-        self._queue(events)
-        for place in range(len(self.monitors)):
-            self._reduce(place)
-        for place in range(len(self.sinks)):
-            self._write(place)
+        before, self.under_way = self.under_way, Transfer(self.pending)
+        self.pending, self.waiting = [], 0
+        self._tell(before)
+        if at_once or not self.late:
+            now, self.under_way = self.under_way, Transfer(())
+            self._tell(now)
+
+    def unpublished(self) -> tuple[list[Event], list[Event]]:
+        """The events that nobody was told of yet: those under way, and those that come after."""
+        return self.under_way.events(), settle(self.pending)
+
+    def go_on_from(self, checkpoint: Checkpoint) -> list[str]:
+        """Begin where another run stood; what is not as it was there."""
+        cut = checkpoint.under_way
+        self.under_way, self.pending = Transfer(checkpoint.pending[:cut]), list(checkpoint.pending[cut:])
+        self.waiting = sum(isinstance(event, UpdateDone) for event in self.pending)
+        self.told = checkpoint.told
+        names = self.audience.go_on_from(checkpoint.accumulators, checkpoint.told)
+        for who, signal in self.audience.signals():
+            if isinstance(signal, (Stop, ScaleRate)):  # the others were heard then
+                self.watched.asked(who, signal)
+        there = checkpoint.accumulators
+        return [
+            f"the monitor {name!r} of the checkpoint is not there any more: what it had gathered is dropped"
+            if name in there
+            else f"the monitor {name!r} was not there when the checkpoint was saved: it begins here"
+            for name in names
+        ]
+
+    def _tell(self, transfer: Transfer) -> None:
+        events = transfer.events()
+        if not events:
+            return
+        self.audience.tell(events)
+        self.told += len(events)
         for event in events:
             if isinstance(event, RunEnded):
                 self.reasons = event.reasons
             elif isinstance(event, EvalDone):
                 self._note(event)
-        for monitor, accumulator in zip(self.monitors, self.accumulators, strict=True):
-            if hasattr(monitor, "signals"):
-                for asked in monitor.signals(accumulator):  # type: ignore[attr-defined]
-                    self.watched.asked(monitor.name, asked)
-
-    def _queue(self, events: list[Event]) -> None:
-        for queue in (*self.to_reduce, *self.to_write):
-            queue.extend(events)
-
-    def _reduce(self, place: int) -> None:
-        queue, monitor = self.to_reduce[place], self.monitors[place]
-        while queue:
-            self.accumulators[place] = monitor.reduce(self.accumulators[place], queue.popleft())
-
-    def _write(self, place: int) -> None:
-        queue, sink = self.to_write[place], self.sinks[place]
-        while queue:
-            sink.write(queue.popleft())
+        for who, signal in self.audience.signals():
+            self.watched.asked(who, signal)
 
     def _note(self, event: EvalDone) -> None:
         if event.name in self.to_come:
@@ -132,7 +159,7 @@ class Publisher:
 
     def _check_watched(self) -> None:
         """Once every evaluation has run, what a monitor watches must have been among what they report."""
-        for monitor in self.monitors:
+        for monitor in self.audience.monitors:
             watched = getattr(monitor, "watches", None)
             if watched is not None and not self.to_come and watched not in self.reported:
                 raise MeasureError(monitor.name, watched, self.reported)
@@ -141,8 +168,7 @@ class Publisher:
         """The run as it stands, its state owned by nobody."""
         state = self.watched.scaled(self.watched.state)
         let_go(state)
-        results = {m.name: m.result(a) for m, a in zip(self.monitors, self.accumulators, strict=True)}
-        return Run(state.borrowed(), results, self.reasons)
+        return Run(state.borrowed(), self.audience.results(), self.reasons)
 
     def __enter__(self) -> Publisher:
         return self
@@ -155,29 +181,12 @@ class Publisher:
     def _failed(self, error: BaseException) -> None:
         """Attach the run; then tell each monitor and each sink of it, so that one that fails too hides nothing."""
         state = self.watched.state
-        pending = [*self.pending, *self.watched.undelivered]
+        pending = [*self.under_way.events(), *settle([*self.pending, *self.watched.undelivered])]
         if not self.reasons:  # otherwise the run had ended, and was told of, before this error
             self.reasons = (f"{type(error).__name__}: {error}",)
             pending.append(RunEnded(**stamp(state.progress, self.clock()), reasons=self.reasons))
-        self._queue(settle(pending))
-        results: dict[str, Any] = {}
-        for place, monitor in enumerate(self.monitors):
-            with _noted(error, f"monitor {monitor.name!r}"):
-                self._reduce(place)
-                results[monitor.name] = monitor.result(self.accumulators[place])
-        for place, sink in enumerate(self.sinks):
-            with _noted(error, repr(sink)):
-                self._write(place)
+        results = self.audience.tell_of_failure(error, pending)
         attach(error, self.watched.scaled(state), results, self.reasons)
-
-
-@contextmanager
-def _noted(error: BaseException, who: str) -> Generator[None]:
-    """A second error becomes a note on the first, which is the one to tell of."""
-    try:
-        yield
-    except Exception as second:
-        error.add_note(f"and then, on telling {who} of the end of the run: {second!r}")
 
 
 def attach(error: BaseException, state: TrainState, results: Mapping[str, Any], reasons: tuple[str, ...]) -> None:
@@ -209,7 +218,7 @@ def _usable(state: TrainState) -> tuple[TrainState, str]:
         state = attrs.evolve(state, window=Window())
         lost += "; the open window's sums were lost"
     for name, value in state.slots.items():
-        if isinstance(value, Tensors) and value.is_stale:
+        if isinstance(value, (Tensors, Part)) and value.is_stale:
             state = attrs.evolve(state, slots={**state.slots, name: value.renewed()})
             lost += f"; slot {name!r} has seen an update that it does not count"
     return state, lost

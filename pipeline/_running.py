@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,11 +12,15 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,  # pyright: ignore[reportPrivateUsage]
 )
 
-from pipeline.errors import OptimizerMismatchError
+from pipeline._compiled_step import CompiledStep, Step
+from pipeline.errors import OptimizerMismatchError, SettingError
 from pipeline.records import Scalar
 from pipeline.tensors import Lease, Tensors
 
 _MASTER = "master"
+
+Moving = Mapping[str, Mapping[str, Any]]
+"""By group, the entries that are set anew for each update."""
 
 
 class Rule(Protocol):
@@ -29,6 +32,9 @@ class Rule(Protocol):
     @property
     def masters(self) -> bool: ...
 
+    @property
+    def compiled(self) -> bool | str: ...
+
     def build(self, params: Tensors) -> tuple[torch.optim.Optimizer, list[str]]:
         """The torch optimizer over these very tensors, and the parameters' names in its order."""
         ...
@@ -38,8 +44,8 @@ _TORCHS_WRAPPER = "Optimizer.profile_hook_step.<locals>.wrapper"
 _TORCHS_GRAD_MODE = "_use_grad_for_differentiable.<locals>._use_grad"
 
 
-def _bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], object] | None:
-    """`optimizer.step` without the profiler's range and the tracer's marks, which cost as much as a small step itself.
+def _bare_step(optimizer: torch.optim.Optimizer) -> Step | None:
+    """Its `step` without the profiler's range and the tracer's marks, which cost as much as a small step itself.
 
     None where there is more around it than that: hooks of the class, or a `step` that wraps another.
     """
@@ -51,7 +57,7 @@ def _bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], object] | None:
     inner: Any = step.__wrapped__  # type: ignore[attr-defined]
     if inner.__code__.co_qualname == _TORCHS_GRAD_MODE and not optimizer.defaults.get("differentiable"):
         inner = torch.no_grad()(inner.__wrapped__)
-    return functools.partial(inner, optimizer)
+    return inner
 
 
 def _global_hooks() -> bool:
@@ -72,7 +78,14 @@ def _masters(params: Tensors, kept: Tensors) -> dict[str, Tensor]:
 class Running:
     """A torch optimizer over the parameters of one lineage of states; the newest of them alone may step it."""
 
-    def __init__(self, rule: Rule, params: Tensors, tensors: Tensors, numbers: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        rule: Rule,
+        params: Tensors,
+        tensors: Tensors,
+        numbers: Mapping[str, Any],
+        compiled: CompiledStep | None = None,
+    ) -> None:
         self.lease = Lease()
         self.rule = rule
         self.params = params.flat
@@ -85,7 +98,9 @@ class Running:
         )
         # The kernel takes the factor in float32: too coarse for float64 parameters.
         self._can_scale = self._can_scale and all(p.dtype is not torch.float64 for p in self.params)
+        self._moving: Moving = {}
         self._bare = _bare_step(self.optimizer)
+        self.compiled = (compiled or self._compile(rule.compiled)) if rule.compiled else None
         self._built = [dict(group) for group in self.optimizer.param_groups]
         self._foreign = bool(tensors)  # entries that another run of some optimizer made
         self._put({**tensors, **numbers})
@@ -95,6 +110,12 @@ class Running:
         if self.rule is not rule and self.rule != rule:
             return False
         return len(params) == len(self.params) and all(a is b for a, b in zip(params.flat, self.params, strict=True))
+
+    def _compile(self, backend: bool | str) -> CompiledStep:
+        if self._bare is None:
+            expected = f"left out: there are hooks on the step of {self.rule.cls.__name__}, or it wraps another"
+            raise SettingError("Optimizer.compiled", expected, backend)
+        return CompiledStep(self.rule.cls, self._bare, backend if isinstance(backend, str) else "inductor")
 
     def _put(self, entries: Mapping[str, Any]) -> None:
         by_name = dict(zip(self.names, self._order, strict=True))
@@ -108,10 +129,15 @@ class Running:
             elif owner in groups:
                 groups[owner][entry] = value
 
-    def step(self, params: Tensors, grads: Tensors, rates: Mapping[str, float], factor: Scalar) -> None:
-        """One update of the very tensors in `params`, from gradients that may be written to."""
+    def step(self, params: Tensors, grads: Tensors, moving: Moving, factor: Scalar, first: bool) -> None:
+        """One update of the very tensors in `params`, from gradients that may be written to.
+
+        `moving` is by group what is set anew for each update: the rate, and what else is scheduled. The `first` one,
+        which makes the optimizer's state, is never compiled.
+        """
+        self._moving = moving
         for group in self.optimizer.param_groups:
-            group["lr"] = rates[group["name"]]
+            group.update(moving[group["name"]])
         index, flat = grads.index, grads.flat
         narrow: list[tuple[Tensor, Tensor]] = []
         for name, param in zip(self.stepped.index, self.stepped.flat, strict=True):
@@ -121,12 +147,14 @@ class Running:
                 param.grad = flat[place]
             elif place is not None:
                 narrow.append((param, flat[place]))
+        mastered = [name for name in self.masters if name in index]
+        for name in mastered:
+            self._follow(name, params[name])
         self._scale(flat, factor, bool(narrow))
         for param, grad in narrow:  # sums are wider than the parameter: normalised first, rounded once
             param.grad = grad.to(param.dtype)
-        step = self.optimizer.step if self._bare is None or _global_hooks() else self._bare
         try:
-            step()
+            self._step(first)
         except KeyError as error:
             if not self._foreign:
                 raise
@@ -134,15 +162,31 @@ class Running:
         self._foreign = False
         for param in self.stepped.flat:
             param.grad = None
-        if self.masters:
-            self._round_back(params)
+        for name in mastered:
+            self._round_back(name, params[name])
 
-    def _round_back(self, params: Tensors) -> None:
-        """The parameters from their masters."""
+    def _step(self, first: bool) -> None:
+        hooked = _global_hooks()
+        if self.compiled is not None and not first:
+            if hooked:
+                raise SettingError("Optimizer.compiled", "left out: there are hooks on all optimizers", True)
+            self.compiled(self.optimizer, self._moving)
+        elif self._bare is None or hooked:
+            self.optimizer.step()
+        else:
+            self._bare(self.optimizer)
+
+    def _follow(self, name: str, param: Tensor) -> None:
+        """Let the master follow where the parameter is not what it rounds to: there somebody else has set it."""
         with torch.no_grad():
-            for name, master in self.masters.items():
-                params[name].copy_(master)
-                params[name].grad = None
+            master = self.masters[name]
+            master.copy_(torch.where(master.to(param.dtype) == param, master, param))
+
+    def _round_back(self, name: str, param: Tensor) -> None:
+        """The parameter from its master."""
+        with torch.no_grad():
+            param.copy_(self.masters[name])
+        param.grad = None
 
     def _scale(self, grads: Sequence[Tensor], factor: Scalar, now: bool) -> None:
         """Multiply the gradients by `factor`: inside the optimizer's kernel where it can, else in place."""
@@ -175,7 +219,8 @@ class Running:
         kept = {key: value for key, value in self._entries() if value is not None and not isinstance(value, Tensor)}
         for group, built in zip(self.optimizer.param_groups, self._built, strict=True):
             for key, value in group.items():
-                moved = key not in ("params", "lr", "name") and (key not in built or value != built[key])
+                own = key in ("params", "name") or key in self._moving[group["name"]]
+                moved = not own and (key not in built or value != built[key])
                 if moved and isinstance(value, (int, float, bool)):
                     kept[f"group {group['name']}/{key}"] = value
         return kept

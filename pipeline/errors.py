@@ -16,8 +16,21 @@
     │   ├── StaleStateError (RuntimeError)   buffers that a later record has taken over
     │   ├── StateMismatchError               a state of another model
     │   └── OptimizerMismatchError           optimizer state of another class
-    ├── StreamError (ValueError)             a stream that gave nothing where batches were expected
+    ├── StreamError (ValueError)             a stream that cannot give what it was asked for
+    │   ├── PlaceError                       a place that a stream cannot go to
+    │   └── WorkerError (RuntimeError)       a worker that died, or that nothing can be sent to or from
     ├── MeasureError (LookupError)           a monitor asks for a measure that nothing reports
+    ├── LogError (ValueError)                an event log that cannot be written, read or continued
+    │   ├── EventFormError (TypeError)       an event that has no form in JSON
+    │   ├── UnknownEventError (LookupError)  an event of a class that the reader was not given
+    │   ├── DamagedLogError                  a line that is no event
+    │   ├── LogFormatError                   a log in the format of a later version
+    │   ├── LogTooShortError                 a log that ends before the place where a run goes on
+    │   └── LogInUseError (RuntimeError)     a log that another run is writing
+    ├── CheckpointError (ValueError)         a checkpoint that cannot be written, found, read or used
+    │   ├── DamagedCheckpointError           its files are not those that were written
+    │   ├── CheckpointFormatError            a checkpoint in the format of a later version
+    │   └── StoreInUseError (RuntimeError)   a folder that another run is saving to
     └── LawError (AssertionError)            a law of `pipeline.testing` does not hold
 
 Each says who, what was expected, what came and what to do, and carries the same facts as attributes.
@@ -30,12 +43,21 @@ from collections.abc import Sequence
 import attrs
 
 __all__ = [
+    "CheckpointError",
+    "CheckpointFormatError",
     "CompositionError",
+    "DamagedCheckpointError",
+    "DamagedLogError",
     "DeviceError",
     "DuplicateNameError",
+    "EventFormError",
     "FoldtrainError",
     "FrameError",
     "LawError",
+    "LogError",
+    "LogFormatError",
+    "LogInUseError",
+    "LogTooShortError",
     "LossError",
     "MeasureError",
     "MissingFieldError",
@@ -43,12 +65,16 @@ __all__ = [
     "NotATransformError",
     "OptimizerMismatchError",
     "OrderError",
+    "PlaceError",
     "SettingError",
     "StaleStateError",
     "StateError",
     "StateMismatchError",
+    "StoreInUseError",
     "StreamError",
+    "UnknownEventError",
     "UnknownNameError",
+    "WorkerError",
 ]
 
 
@@ -206,6 +232,7 @@ class StateMismatchError(StateError):
     missing: Sequence[str] = ()
     unexpected: Sequence[str] = ()
     differing: Sequence[str] = ()
+    cure: str = "Make it with `init(step, model)`, of the module that Forward holds."
 
     def __str__(self) -> str:
         parts = [
@@ -217,8 +244,7 @@ class StateMismatchError(StateError):
             )
             if names
         ]
-        cure = "Make it with `init(step, model)`, of the module that Forward holds."
-        return f"This state is not one of {self.owner}: {'; '.join(parts)}. {cure}"
+        return f"This state is not one of {self.owner}: {'; '.join(parts)}. {self.cure}"
 
 
 @attrs.define(slots=False, eq=False)
@@ -236,7 +262,33 @@ class OptimizerMismatchError(StateError):
 
 
 class StreamError(FoldtrainError, ValueError):
-    """A stream that gave nothing where batches were expected."""
+    """A stream that cannot give what it was asked for: batches where there are none, a second pass over a generator."""
+
+
+@attrs.define(slots=False, eq=False)
+class PlaceError(StreamError):
+    """A place that a stream cannot go to."""
+
+    stream: str
+    expected: str
+    got: object
+    cure: str = ""
+
+    def __str__(self) -> str:
+        said = f"{self.stream} can go to a place {self.expected}, got {self.got!r}."
+        return said + (f" {self.cure}" if self.cure else "")
+
+
+@attrs.define(slots=False, eq=False)
+class WorkerError(StreamError, RuntimeError):
+    """A worker process that died, or that nothing can be sent to or from."""
+
+    what: str
+    why: str
+    cure: str
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.why}: {self.cure}."
 
 
 @attrs.define(slots=False, eq=False)
@@ -250,6 +302,133 @@ class MeasureError(FoldtrainError, LookupError):
     def __str__(self) -> str:
         known = ", ".join(sorted(self.known)) or "none: give the fold an Evaluation"
         return f"{self.monitor} watches {self.measure!r}, which nothing reports. What is reported: {known}."
+
+
+class LogError(FoldtrainError, ValueError):
+    """An event log that cannot be written, read or continued."""
+
+
+@attrs.define(slots=False, eq=False)
+class EventFormError(LogError, TypeError):
+    """An event, or a class of events, that has no form in JSON."""
+
+    event: str
+    problem: str
+    cure: str
+
+    def __str__(self) -> str:
+        return f"{self.event} has no form in JSON: {self.problem}. {self.cure}"
+
+
+@attrs.define(slots=False, eq=False)
+class UnknownEventError(LogError, LookupError):
+    """An event of a class that the reader was not given."""
+
+    event: str
+    where: str = "this line"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.where}: {self.event!r} is no event of the library's own. Hand its class to the reader "
+            f"(types=[{self.event}]; on a command line --event module:{self.event}), or pass over such events "
+            "(skip_unknown=True, --skip-unknown)."
+        )
+
+
+@attrs.define(slots=False, eq=False)
+class DamagedLogError(LogError):
+    """A line that is no event."""
+
+    problem: str
+    where: str = "this line"
+
+    def __str__(self) -> str:
+        return f"{self.where} is no event: {self.problem}."
+
+
+@attrs.define(slots=False, eq=False)
+class LogFormatError(LogError):
+    """A log in the format of a later version."""
+
+    format: object
+    known: int
+    where: str = "this line"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.where}: the log is in format {self.format!r}, and this version of foldtrain knows up to "
+            f"{self.known}. Read it with a newer one."
+        )
+
+
+@attrs.define(slots=False, eq=False)
+class LogTooShortError(LogError):
+    """A log that ends before the place where a run goes on."""
+
+    path: str
+    holds: int
+    asked: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path} holds {self.holds} whole events, and the run goes on after {self.asked}. "
+            "Put the log of that run there, or go on from an earlier checkpoint."
+        )
+
+
+@attrs.define(slots=False, eq=False)
+class LogInUseError(LogError, RuntimeError):
+    """A log that another run is writing."""
+
+    path: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path} is being written by another EventLog. Give each run a folder of its own, "
+            "and in a run of several ranks give the log to one of them."
+        )
+
+
+class CheckpointError(FoldtrainError, ValueError):
+    """A checkpoint that cannot be written, found, read or used. What failed underneath is its cause."""
+
+
+@attrs.define(slots=False, eq=False)
+class DamagedCheckpointError(CheckpointError):
+    """The files of a checkpoint are not those that were written."""
+
+    path: str
+    problem: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path} is damaged: {self.problem}. Go on from an earlier one: `latest()` passes over those that are."
+        )
+
+
+@attrs.define(slots=False, eq=False)
+class CheckpointFormatError(CheckpointError):
+    """A checkpoint in the format of a later version."""
+
+    path: str
+    format: object
+    known: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path} is in format {self.format!r}, and this version of foldtrain knows up to {self.known}. "
+            "Read it with a newer one."
+        )
+
+
+@attrs.define(slots=False, eq=False)
+class StoreInUseError(CheckpointError, RuntimeError):
+    """A folder that another run is saving to."""
+
+    folder: str
+
+    def __str__(self) -> str:
+        return f"Another run is saving to {self.folder}: give this one a folder of its own, or wait for that to end."
 
 
 class LawError(FoldtrainError, AssertionError):

@@ -14,12 +14,16 @@ import attrs
 
 __all__ = [
     "BatchSkipped",
+    "CheckpointSaved",
+    "Diagnosis",
     "EpochEnded",
     "EpochStarted",
     "EvalDone",
     "Event",
     "LossScaleChanged",
+    "MemoryMeasured",
     "MicroBatchDone",
+    "Rewound",
     "RunEnded",
     "RunStarted",
     "UpdateDone",
@@ -64,6 +68,7 @@ class MicroBatchDone(Event):
     loss: SupportsFloat
     weight: SupportsFloat
     samples: int
+    part: str | None = None
 
 
 @attrs.frozen(kw_only=True, slots=False)
@@ -75,7 +80,8 @@ class UpdateDone(Event):
     clipping, and `clip_factor` what clipping multiplied it by (1 where nothing clipped); `samples` and `tokens` count
     from the start of training; `measures` map a name to (sum, weight) over the window, so that means over many
     windows are exact; `facts` is what the transforms measured besides; `loss_scale` is
-    the one that the window had, None without.
+    the one that the window had, None without; `waited` is how many seconds the window's batches kept the loop waiting.
+    `part` is the part of the model that was updated, in a step of several, here and in the other events of a window.
     """
 
     loss: SupportsFloat
@@ -89,15 +95,17 @@ class UpdateDone(Event):
     measures: Mapping[str, tuple[SupportsFloat, SupportsFloat]] = _NOTHING
     facts: Mapping[str, SupportsFloat] = _NOTHING
     loss_scale: float | None = None
+    waited: float = 0.0
+    part: str | None = None
 
 
 @attrs.frozen(kw_only=True, slots=False)
 class UpdateSkipped(Event):
     """A window ended without an update, and `reason` says why; `skipped` such windows so far, `in_row` without a break.
 
-    `micro_batch` is the first in the window, from 0, that brought a non-finite value: found by its loss, or where the
-    window has only one. None where every loss was finite and the gradient overflowed on the way back. `parameter` is
-    the first one whose gradient is not finite.
+    `micro_batch` is the first in the window, from 0, that brought a non-finite value: found by its loss, where there is
+    a loss scale by the gradient sums, or where the window has only one. None where without a loss scale every loss was
+    finite, and a gradient was not. `parameter` is the first one whose gradient is not finite.
     """
 
     reason: str
@@ -109,6 +117,7 @@ class UpdateSkipped(Event):
     micro_batch: int | None = None
     parameter: str | None = None
     loss_scale: float | None = None
+    part: str | None = None
 
 
 @attrs.frozen(kw_only=True, slots=False)
@@ -117,6 +126,7 @@ class LossScaleChanged(Event):
 
     before: float
     after: float
+    part: str | None = None
 
 
 @attrs.frozen(kw_only=True, slots=False)
@@ -127,6 +137,52 @@ class EvalDone(Event):
     values: Mapping[str, float]
     weight: float
     batches: int
+
+
+@attrs.frozen(kw_only=True, slots=False)
+class MemoryMeasured(Event):
+    """How much memory the run holds, in bytes; None where the device or the system does not tell.
+
+    `allocated_peak` and `reserved_peak` are the accelerator's, the most since the measurement before: what tensors
+    occupied, and what the allocator held for them. `resident` is the process's memory now, and `resident_peak` the
+    most since it started.
+    """
+
+    allocated_peak: int | None = None
+    reserved_peak: int | None = None
+    resident: int | None = None
+    resident_peak: int | None = None
+
+
+@attrs.frozen(kw_only=True, slots=False)
+class Diagnosis(Event):
+    """Something was found that a person should know: `finding` says what, `cure` what to do about it.
+
+    `subject` is what it was found at (a parameter, a layer, a micro-batch), where there is one.
+    """
+
+    finding: str
+    cure: str
+    subject: str | None = None
+
+
+@attrs.frozen(kw_only=True, slots=False)
+class CheckpointSaved(Event):
+    """All that a run needs to go on from here was saved as `path` in its store; `reasons` say why.
+
+    With a store that writes in the background it is on its way there.
+    """
+
+    path: str
+    reasons: tuple[str, ...]
+
+
+@attrs.frozen(kw_only=True, slots=False)
+class Rewound(Event):
+    """The weights, and all that the optimizer keeps, are again those of the checkpoint `path`; `reasons` say why."""
+
+    path: str
+    reasons: tuple[str, ...]
 
 
 @attrs.frozen(kw_only=True, slots=False)

@@ -5,39 +5,40 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
-import attrs
-import torch
 from torch import nn
 
 from pipeline import _randomness as randomness
 from pipeline._binding import bind
+from pipeline._driver import Driver, one
+from pipeline._keeper import Keeper
 from pipeline._models import models_in
 from pipeline._publisher import Clock, Publisher, Watched, attach, let_go, stamp
-from pipeline.errors import DuplicateNameError, SettingError
-from pipeline.evaluation import Evaluation
+from pipeline.audience import Audience, Sink
+from pipeline.checkpoint import Checkpoint, CheckpointStore, load_checkpoint
+from pipeline.checkpoint._adopted import check_names
+from pipeline.errors import CheckpointError, DuplicateNameError, SettingError, UnknownNameError
 from pipeline.events import (
     BatchSkipped,
-    EpochEnded,
     EpochStarted,
     Event,
-    RunEnded,
     RunStarted,
 )
 from pipeline.monitor import Monitor
-from pipeline.records import Frame, LossScale, Progress, Rng, TrainState
-from pipeline.run import Run, Sink
+from pipeline.monitors import SaveBest
+from pipeline.probes import MemoryProbe, Probe
+from pipeline.records import LossScale, Rng, TrainState
+from pipeline.run import Run
 from pipeline.tensors import Tensors
-from pipeline.transform import Chain, Transform, chain
-from pipeline.until import Epochs, Limit
+from pipeline.transform import Transform, chain
+from pipeline.until import Limit
 
 __all__ = ["apply", "fold", "init", "scan"]
-
-_END = object()
-_STREAM, _FINISH = 1, 3  # purposes of draws, told apart from those of a step and (2) of an evaluation
 
 
 def init(
@@ -66,21 +67,7 @@ def apply(step: Transform, state: TrainState, batch: Any, *, time: float = 0.0) 
     if batch is None:
         return state, (BatchSkipped(**stamp(state.progress, time)),)
     with randomness.isolated(generators):
-        return _one(chain(step), state.borrowed(), batch, time, generators)
-
-
-def _one(
-    step: Chain, state: TrainState, batch: Any, now: float, generators: Sequence[torch.Generator]
-) -> tuple[TrainState, tuple[Event, ...]]:
-    """One micro-batch, seeded by its number, and counted where the step does not count it (it has no Accumulate)."""
-    progress = state.progress
-    randomness.seed(generators, state.rng.key(progress.micro_steps))
-    frame = step(Frame.begin(state, batch, now))
-    state = frame.state
-    if state.progress.micro_steps == progress.micro_steps:
-        counted = attrs.evolve(state.progress, micro_steps=progress.micro_steps + 1)
-        state = attrs.evolve(state, progress=counted)
-    return state, frame.events
+        return one(chain(step), state.borrowed(), batch, time, 0.0, generators)
 
 
 def scan(
@@ -89,7 +76,7 @@ def scan(
     stream: Iterable[Any],
     *,
     until: Limit | None = None,
-    evaluations: Iterable[Evaluation] = (),
+    evaluations: Iterable[Probe] = (),
     donate: bool = True,
     clock: Clock = time.time,
 ) -> Iterator[tuple[TrainState, tuple[Event, ...]]]:
@@ -101,8 +88,8 @@ def scan(
     `run_of(error)` holds the last state.
     """
     watched = Watched(_taken(step, state, until, donate))
-    items = _drive(step, watched, stream, until, tuple(evaluations), clock)
-    return _with_own_randomness(items, watched)
+    driver = Driver(chain(step), watched, stream, until, tuple(evaluations), clock)
+    return _with_own_randomness(iter(driver), watched)
 
 
 def fold(
@@ -113,9 +100,11 @@ def fold(
     monitors: Iterable[Monitor] = (),
     sinks: Iterable[Sink] = (),
     until: Limit | None = None,
-    evaluations: Iterable[Evaluation] = (),
+    evaluations: Iterable[Probe] = (),
     donate: bool = True,
     publish_every: int = 10,
+    store: CheckpointStore | str | Path | None = None,
+    resume: str | Path | None = None,
     clock: Clock = time.time,
 ) -> Run:
     """Fold `step` over `stream` from `state`, and return the run.
@@ -126,39 +115,120 @@ def fold(
     Ctrl-C ends the run after the micro-batch at work, and the result is returned; a second one stops at once. An
     error, of the stream or of the step, keeps its type, and `run_of(error)` is the run up to there.
 
+    With a `store`, checkpoints are saved where monitors ask for them (`SaveEvery`, `SaveBest`), at the end and at an
+    interruption, by SIGTERM too. With `resume="latest"` the run goes on from the newest, to the bit as if it had not
+    stopped; where there is none yet, it begins. The state is then what the checkpoint's is read into.
+
     Args: step: a chain, or any `Frame -> Frame`; stream: batches, read once per epoch; None among them is passed over;
           monitors: reducers over the events, by name in `run.results`; sinks: where events go; until: a `Limit`, one
-          pass over the stream by default; evaluations: other folds, in between; publish_every: updates between two
-          publications of events, which also come at evaluations, skipped windows, epochs and the end; clock: stamps the
-          events, in seconds.
+          pass over the stream by default; evaluations: folds or probes in between; publish_every: updates between two
+          publications of events, which also come at evaluations, skipped windows, epochs and the end; store: a
+          `CheckpointStore`, or its folder; resume: "latest", "best", or a checkpoint's path; clock: stamps the events,
+          in seconds.
     Raises: DuplicateNameError for two monitors or evaluations of one name; MeasureError for a monitor that watches
-          what no evaluation reports; StaleStateError for a state that was handed over before.
+          what no evaluation reports; StaleStateError for a state that was handed over before; CheckpointError for a
+          checkpoint that cannot be saved or read; StateMismatchError for one of another model or step.
     """
-    monitors, sinks, evaluations = tuple(monitors), tuple(sinks), tuple(evaluations)
+    sinks, evaluations = tuple(sinks), tuple(evaluations)
     with ExitStack() as closing:
         for sink in sinks:
             closing.callback(sink.close)
-        _check_names("monitor", [m.name for m in monitors])
-        _check_names("evaluation", [e.name for e in evaluations])
+        audience = Audience(monitors, sinks)
+        for name, count in Counter(evaluation.name for evaluation in evaluations).items():
+            if count > 1:
+                raise DuplicateNameError("evaluation", name)
         if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise SettingError("fold(state)", "a TrainState", state, "Make one with `init(step, model)`.")
         if publish_every < 1:
             raise SettingError("fold(publish_every)", "at least 1 update", publish_every)
+        store = _store(store, audience.monitors)
+        if store is not None:
+            closing.enter_context(store)
+        found = _to_go_on_from(store, resume)
+        if found is not None:
+            check_names(state, found[1].state)
         watched = Watched(state)
-        publisher = Publisher(watched, monitors, sinks, tuple(e.name for e in evaluations), publish_every, clock)
+        reporting = tuple(e.name for e in evaluations if not isinstance(e, MemoryProbe))
+        late = any(param.is_cuda for param in state.params.flat)
+        publisher = Publisher(watched, audience, reporting, publish_every, clock, late)
         watched.state = _taken(step, state, until, donate)  # last: what was refused before has taken nothing
+        driver = Driver(chain(step), watched, stream, until, evaluations, clock, pauses=store is not None)
         kept = closing.pop_all()
+    keeper = Keeper(store, driver, publisher)
     generators, run = randomness.default_generators(watched.state), None
+
+    def tell(events: tuple[Event, ...]) -> None:
+        keeper.note(events)
+        publisher.take(events)
+
     try:
-        with randomness.isolated(generators), _ctrl_c(watched.stops), kept, publisher:
-            for _, events in _drive(step, watched, stream, until, evaluations, clock):
-                publisher.take(events)
+        with randomness.isolated(generators), _interrupts(watched, terminate=store is not None), kept, publisher:
+            if found is not None:
+                tell(keeper.go_on_from(found[1], found[0].name))
+            for _, events in driver:
+                tell(events if events or not driver.ended else keeper.at_the_end())
+                if watched.evaluate:
+                    tell(_asked_for(watched, evaluations, clock))
+                if watched.saves or watched.rewinds:
+                    tell(keeper.asked_for())
             run = publisher.run()
     except Exception as error:
         if run is not None:  # it is over, and a sink could not be closed
             attach(error, run.state, run.results, run.stopped_by)
         raise
     return run
+
+
+def _store(given: CheckpointStore | str | Path | None, monitors: Iterable[Monitor]) -> CheckpointStore | None:
+    """The store, once it is known to be one that the monitors can use."""
+    needy = [monitor.name for monitor in monitors if getattr(monitor, "needs_store", False)]
+    if given is None:
+        if needy:
+            cure = 'fold(..., store="runs/a")'
+            raise CheckpointError(f"{needy[0]} asks for checkpoints, and the fold has no store: {cure}.")
+        return None
+    bests = {(monitor.measure, monitor.mode): monitor for monitor in monitors if isinstance(monitor, SaveBest)}
+    if len(bests) > 1:
+        cure = "A store keeps the best by one measure: save for the others with SaveEvery, or in a run of its own."
+        raise SettingError("fold(monitors)", "without a SaveBest for another measure", list(bests), cure)
+    best = next(iter(bests.values()), None)
+    if not isinstance(given, CheckpointStore):
+        return CheckpointStore(given) if best is None else CheckpointStore(given, best=best.measure, mode=best.mode)
+    if best is not None and (given.keeping.measure, given.keeping.mode) != (best.measure, best.mode):
+        cure = f"CheckpointStore(folder, best={best.measure!r}, mode={best.mode!r}): otherwise it may delete the best."
+        raise SettingError("fold(store)", f"one that goes by the measure of {best!r}", given.keeping.measure, cure)
+    return given
+
+
+def _to_go_on_from(store: CheckpointStore | None, resume: str | Path | None) -> tuple[Path, Checkpoint] | None:
+    """The checkpoint that `resume` means, and where it lies; None for a run that begins."""
+    if resume is None:
+        if store is not None and store.list():
+            cure = 'Say "latest" to go on, the first time too, or give the run a folder of its own.'
+            raise SettingError("fold(resume)", f"said, since {store.path} has checkpoints", resume, cure)
+        return None
+    if store is None:
+        if resume in ("latest", "best"):
+            expected = "a checkpoint's path where there is no store"
+            raise SettingError("fold(resume)", expected, resume, 'Give store="runs/a".')
+        return Path(resume), load_checkpoint(resume)
+    if resume == "latest":
+        return None if store.is_empty() else store.find()
+    found = store.find(resume)
+    if not store.is_newest(found[0]):
+        cure = "Give this run a folder of its own: what was saved after that checkpoint would be mixed with it."
+        raise SettingError("fold(resume)", f"the newest checkpoint in {store.path}", str(found[0]), cure)
+    return found
+
+
+def _asked_for(watched: Watched, evaluations: Sequence[Probe], clock: Clock) -> tuple[Event, ...]:
+    """The evaluations that a monitor has asked for, by name."""
+    names, watched.evaluate = watched.evaluate, []
+    unknown = sorted({name for name in names if name is not None} - {e.name for e in evaluations})
+    if unknown:
+        raise UnknownNameError("The fold's evaluations", unknown[0], [e.name for e in evaluations])
+    due = [evaluation for evaluation in evaluations if evaluation.name in names or None in names]
+    return tuple(evaluation.run(watched.state, time=clock()) for evaluation in due)
 
 
 def _taken(step: Transform, state: TrainState, until: Limit | None, donate: bool) -> TrainState:
@@ -180,109 +250,6 @@ def _is_bound(state: TrainState, model: nn.Module) -> bool:
         if kept.lease.holds(model) and not (kept.index.keys() == now.keys() and all(kept[n] is now[n] for n in now)):
             return False
     return True
-
-
-def _check_names(kind: str, names: Sequence[str]) -> None:
-    for name in names:
-        if names.count(name) > 1:
-            raise DuplicateNameError(kind, name)
-
-
-def _drive(
-    step: Transform,
-    watched: Watched,
-    stream: Iterable[Any],
-    until: Limit | None,
-    evaluations: tuple[Evaluation, ...],
-    clock: Clock,
-) -> Iterator[tuple[TrainState, tuple[Event, ...]]]:
-    """The loop itself. `watched` has the newest state at any time, and says after every micro-batch whether to stop."""
-    step, state = chain(step), watched.state
-    limit = Epochs(state.progress.epoch + 1) if until is None else until
-    generators = randomness.default_generators(state)
-    rng, started = state.rng, clock()
-    draws = not isinstance(stream, (list, tuple))  # those draw nothing
-
-    def reasons(now: float) -> tuple[str, ...]:
-        reached = limit.reasons(state.progress, now - started)
-        return (*reached, *watched.stops) if watched.stops else reached
-
-    def and_evaluated(events: tuple[Event, ...], before: Progress) -> tuple[Event, ...]:
-        watched.state, watched.undelivered = state, events
-        for evaluation in evaluations:
-            if evaluation.when.due(before, state.progress):
-                watched.undelivered += (evaluation.run(state, time=clock()),)
-        events, watched.undelivered = watched.undelivered, ()
-        return events
-
-    yield state, (RunStarted(**stamp(state.progress, started), until=repr(limit), total_updates=limit.total_updates()),)
-    ended = reasons(started)
-    while not ended:
-        began = state.progress
-        yield state, (EpochStarted(**stamp(began, clock())),)
-        batches = read = 0
-        # What the stream draws hangs on its place alone, and not on who drew before.
-        randomness.seed(generators, rng.key(began.epoch << 32, _STREAM))
-        iterator = iter(stream)
-        while True:
-            batch = next(iterator, _END)
-            if batch is _END:
-                break
-            read += 1
-            now = clock()
-            if batch is None:
-                yield state, (BatchSkipped(**stamp(state.progress, now)),)
-            else:
-                batches += 1
-                before = state.progress
-                state, events = _one(step, watched.scaled(state), batch, now, generators)
-                watched.state = state
-                del batch  # nothing of this micro-batch stays alive while the next one is read
-                if evaluations and state.progress.updates != before.updates:
-                    events = and_evaluated(events, before)
-                yield state, events
-            ended = reasons(now)
-            if ended:
-                break
-            if draws:
-                randomness.seed(generators, rng.key((began.epoch << 32) + read, _STREAM))
-        before, events = state.progress, ()
-        if state.window.micro_batches:
-            randomness.seed(generators, rng.key(before.micro_steps, _FINISH))
-            frame = step.finish(Frame.begin(state, time=clock()))
-            state, events = frame.state, frame.events
-            del frame
-            events = and_evaluated(events, before)
-        if not ended or read == _length(stream):
-            before = state.progress
-            state = attrs.evolve(state, progress=attrs.evolve(before, epoch=before.epoch + 1))
-            events = and_evaluated(events, before)
-            events = (*events, EpochEnded(**stamp(state.progress, clock()), batches=batches))
-        watched.state = state
-        if events:
-            yield state, events
-        ended = ended or reasons(clock()) or _no_use(stream, limit, batches, began, state)
-    yield state, (RunEnded(**stamp(state.progress, clock()), reasons=ended),)
-
-
-def _no_use(stream: Iterable[Any], limit: Limit, batches: int, before: Progress, after: TrainState) -> tuple[str, ...]:
-    """Why another pass would be no use: it would give nothing, or get no nearer to the limit."""
-    if not batches:
-        return ("the stream gave no batches",)
-    if isinstance(stream, Iterator):
-        return ("the stream is a generator, which can be read only once",)
-    if limit.stuck(before, after.progress) and not after.window.micro_batches:  # one that is carried on will end
-        skipped = after.progress.skipped - before.skipped
-        return (f"{limit!r} is out of reach: a whole epoch came no nearer ({skipped} windows skipped)",)
-    return ()
-
-
-def _length(stream: Iterable[Any]) -> int | None:
-    """How many batches a pass gives, where the stream knows."""
-    try:
-        return len(cast("Sequence[Any]", stream))
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def _with_own_randomness(
@@ -314,19 +281,26 @@ def _with_own_randomness(
 
 
 @contextmanager
-def _ctrl_c(stops: list[str]) -> Generator[None]:
-    """The first Ctrl-C asks the loop to stop; the second stops at once. A handler of the user's own is left alone."""
-    mine = threading.current_thread() is threading.main_thread()
-    if not mine or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
+def _interrupts(watched: Watched, *, terminate: bool) -> Generator[None]:
+    """The first Ctrl-C, or SIGTERM where there is a store, asks the loop to stop; the second stops at once.
 
-    def ask(*_: object) -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        stops.append("interrupted (Ctrl-C)")
+    A handler of the user's own is left alone.
+    """
+    replaced: dict[int, Any] = {}
+    names = {signal.SIGINT: "Ctrl-C", **({signal.SIGTERM: "SIGTERM"} if terminate else {})}
 
-    signal.signal(signal.SIGINT, ask)
+    def ask(number: int, _: object) -> None:
+        for again, before in replaced.items():
+            signal.signal(again, before)
+        watched.interrupted = True
+        watched.stops.append(f"interrupted ({names[signal.Signals(number)]})")
+
+    if threading.current_thread() is threading.main_thread():
+        for number in names:
+            if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
+                replaced[number] = signal.signal(number, ask)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number, before in replaced.items():
+            signal.signal(number, before)

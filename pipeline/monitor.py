@@ -7,19 +7,21 @@ and nothing else; its accumulator is a plain immutable value that whoever folds 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import attrs
 
 from pipeline.events import Event
 
-__all__ = ["Monitor", "ScaleRate", "Signal", "Stop", "replay"]
+__all__ = ["Evaluate", "Monitor", "Rewind", "Save", "ScaleRate", "Signal", "Stop"]
 
 
 @attrs.frozen
 class Signal:
-    """What a monitor asks of the fold."""
+    """What a monitor asks of the fold, read from its accumulator at each publication of events.
+
+    A monitor goes on asking as long as its accumulator says so.
+    """
 
 
 @attrs.frozen
@@ -36,9 +38,38 @@ class ScaleRate(Signal):
     factor: float
 
 
+@attrs.frozen
+class Evaluate(Signal):
+    """Run the fold's evaluation of this name after this update, or all of them."""
+
+    name: str | None = None
+
+
+@attrs.frozen
+class Save(Signal):
+    """Save a checkpoint after this update, for `reason`."""
+
+    reason: str
+
+
+@attrs.frozen
+class Rewind(Signal):
+    """Put the weights, and all that the optimizer keeps, back to the newest or the best checkpoint, for `reason`.
+
+    The data and the counts go on: what was seen in between is not seen again. The fold answers with `Rewound`.
+    """
+
+    reason: str
+    to: Literal["latest", "best"] = "latest"
+
+
 @runtime_checkable
 class Monitor(Protocol):
-    """A reducer over events. `name` is what its result is called in `run.results`."""
+    """A reducer over events. `name` is what its result is called in `run.results`.
+
+    Optional besides `merge` and `signals`: `watches`, the measure of an evaluation without which it means nothing;
+    `urgent(event)`, whether events have to be published at this one; `needs_store`, whether it asks for checkpoints.
+    """
 
     @property
     def name(self) -> str: ...
@@ -48,12 +79,3 @@ class Monitor(Protocol):
     def reduce(self, accumulator: Any, event: Event, /) -> Any: ...
 
     def result(self, accumulator: Any, /) -> Any: ...
-
-
-def replay(events: Iterable[Event], monitors: Iterable[Monitor]) -> dict[str, Any]:
-    """The monitors' results over recorded events: the same as they were live, value for value."""
-    monitors = tuple(monitors)
-    accumulators = [m.init() for m in monitors]
-    for event in events:
-        accumulators = [m.reduce(a, event) for m, a in zip(monitors, accumulators, strict=True)]
-    return {m.name: m.result(a) for m, a in zip(monitors, accumulators, strict=True)}

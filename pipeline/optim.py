@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import fnmatch
 import inspect
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
+from pipeline._groups import Group, GroupSettings, Rate, check_rate, layer_decay, no_decay
 from pipeline._running import Running
 from pipeline.errors import DuplicateNameError, SettingError
 from pipeline.records import OptimizerState, Scalar, TrainState
@@ -19,52 +18,8 @@ from pipeline.tensors import Tensors
 
 __all__ = ["Group", "Optimizer", "Rate", "layer_decay", "no_decay"]
 
-Rate = float | Callable[[int], float]
-"""A learning rate, or a schedule: a function of the update count, from 0."""
-
 _FUSED_ON = frozenset({"cpu", "cuda", "xpu", "mps"})
 _DEFAULT = "default"
-
-
-def _check_rate(setting: str, lr: object) -> None:
-    if callable(lr):
-        return
-    if not isinstance(lr, (int, float)) or not 0 <= lr < math.inf:
-        raise SettingError(setting, "a number, 0 or more and finite, or a schedule", lr)
-
-
-@attrs.frozen(init=False)
-class Group:
-    """Parameters with settings of their own: `Group("*.bias", weight_decay=0.0)`.
-
-    Args: match: a pattern on the parameter's name as in `fnmatch`, or `f(name, tensor) -> bool`; lr: a rate or schedule
-          in place of the optimizer's; name: what events call the group, the pattern by default; settings: as for the
-          optimizer's class.
-    """
-
-    match: str | Callable[[str, Tensor], bool]
-    name: str
-    lr: Rate | None
-    settings: Mapping[str, Any]
-
-    def __init__(
-        self,
-        match: str | Callable[[str, Tensor], bool],
-        *,
-        lr: Rate | None = None,
-        name: str | None = None,
-        **settings: Any,
-    ) -> None:
-        if not (isinstance(match, str) or callable(match)) or isinstance(match, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise SettingError("Group.match", "a pattern on names or a function f(name, tensor)", match)
-        if lr is not None:
-            _check_rate("Group.lr", lr)
-        label = name or (match if isinstance(match, str) else getattr(match, "__name__", "group"))
-        self.__attrs_init__(match, label, lr, settings)  # pyright: ignore[reportAttributeAccessIssue]
-
-    def matches(self, name: str, tensor: Tensor) -> bool:
-        """Whether the parameter belongs to this group."""
-        return fnmatch.fnmatchcase(name, self.match) if isinstance(self.match, str) else self.match(name, tensor)
 
 
 @attrs.frozen(init=False, repr=False)
@@ -75,19 +30,28 @@ class Optimizer:
     `state.optimizer`. Gradients are multiplied by the update factor (normalisation, unscaling, clipping) on the way:
     inside the kernel where the optimizer is fused, which rounds once differently, and in place otherwise.
 
+    Edges:  a master is written back where its parameter was updated, and nowhere else. Where a parameter is not what
+            its master rounds to, somebody else has set it, and the master goes on from there.
     Args:   cls: the class, torch's own or a third party's; lr: a rate, or a schedule of the update count; groups: each
-            parameter belongs to the first `Group` that matches it, the rest to the group "default"; settings: what
-            the class takes. `fused=True` is chosen for you where the class and the parameters allow it and no
-            momentum is asked for (torch's fused SGD cannot start one late); `fused=False` and `foreach=True` overrule.
+            parameter belongs to the first `Group` that matches it, the rest to the group "default"; masters: step
+            float32 copies of narrower parameters; compiled: run each update but the first, which makes the state,
+            through `torch.compile`, with this backend if it is a name; settings: what the class takes, each of them a
+            value, or a function of the update count that gives it: `betas=lambda count: (0.9, 0.99)`. `fused=True` is
+            chosen for you for Adam and AdamW where the parameters allow it and nothing is compiled; `fused=False` and
+            `foreach=True` overrule.
     Raises: SettingError, when built, for a class that is no optimizer or needs a closure (LBFGS), or a setting that
-            the class does not take; when used, for a group that no parameter belongs to.
+            the class does not take; by `init`, for a group that no parameter belongs to, for what the class refuses,
+            and for a schedule of a setting that it reads only once; when used, for a scheduled value that is not finite
+            or that the class refuses, and for a step that cannot be compiled.
     """
 
     cls: type[torch.optim.Optimizer]
     lr: Rate
     groups: tuple[Group, ...]
     masters: bool
+    compiled: bool | str
     settings: Mapping[str, Any]
+    _by_group: Mapping[str, GroupSettings] = attrs.field(eq=False)
 
     def __init__(
         self,
@@ -96,24 +60,30 @@ class Optimizer:
         *,
         groups: Iterable[Group] = (),
         masters: bool = False,
+        compiled: bool | str = False,
         **settings: Any,
     ) -> None:
         if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise SettingError("Optimizer.cls", "a subclass of torch.optim.Optimizer", cls)
-        _check_rate("Optimizer.lr", lr)
+        check_rate("Optimizer.lr", lr)
         closure = inspect.signature(cls.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             cure = "It calls the loss several times an update; use an optimizer that takes the gradients as they are."
             raise SettingError("Optimizer.cls", "one whose step() needs no closure", cls.__name__, cure)
+        if not isinstance(compiled, (bool, str)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise SettingError("Optimizer.compiled", "True, False or the name of a backend of torch.compile", compiled)
+        if compiled and settings.get("fused"):
+            raise SettingError("Optimizer.fused", "left out where `compiled` is given, which fuses by itself", True)
         taken = inspect.signature(cls).parameters
         groups = tuple(groups)
-        labels = [_DEFAULT]
+        by_group = {_DEFAULT: GroupSettings.of("Optimizer", lr, settings)}
         for group in groups:
             if not isinstance(group, Group):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise SettingError("Optimizer.groups", "of `Group(...)`", group)
-            if group.name in labels:
+            if group.name in by_group:
                 raise DuplicateNameError("group", group.name)
-            labels.append(group.name)
+            own = {**settings, **group.settings}
+            by_group[group.name] = GroupSettings.of(f"Group {group.name!r}", lr if group.lr is None else group.lr, own)
         if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values()):
             for name in (*settings, *(key for group in groups for key in group.settings)):
                 if name not in taken or name in ("params", "lr"):
@@ -121,26 +91,48 @@ class Optimizer:
                     raise SettingError(
                         f"Optimizer setting {name!r}", f"one that {cls.__name__} takes", name, known + "."
                     )
-        self.__attrs_init__(cls, lr, groups, masters, settings)  # pyright: ignore[reportAttributeAccessIssue]
+        self.__attrs_init__(cls, lr, groups, masters, compiled, settings, by_group)  # pyright: ignore[reportAttributeAccessIssue]
 
-    # -- the schedule -------------------------------------------------------------------------------------------
+    # -- the schedules ------------------------------------------------------------------------------------------
 
     def rates(self, count: int) -> dict[str, float]:
         """The learning rate of each group in update number `count`, from 0; "default" is the rest."""
-        rates = {g.name: _rate(self.lr if g.lr is None else g.lr, count) for g in self.groups}
-        return {_DEFAULT: _rate(self.lr, count), **rates}
+        return {group: settings.rate(count) for group, settings in self._by_group.items()}
+
+    def _scheduled(self, group: str, count: int, params: Tensors) -> dict[str, Any]:
+        """What else is scheduled for a group in update number `count`, once the class has been asked about it."""
+        settings = self._by_group[group]
+        values = settings.scheduled(count)
+        if values:
+            self._torchs(settings.owner, count, values, _stand_in(params), {**settings.constant, **values})
+        return values
+
+    def _torchs(
+        self, owner: str, count: int, told: Mapping[str, Any], params: list[Any], settings: Mapping[str, Any]
+    ) -> torch.optim.Optimizer:
+        """An object of the class; what the class has against the settings is told in an error."""
+        try:
+            return self.cls(params, lr=self._by_group[_DEFAULT].rate(0), **settings)  # type: ignore[call-arg]
+        except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+            reason = f"It says: {str(error) or type(error).__name__}"
+            expected = f"what {self.cls.__name__} takes"
+            raise SettingError(f"{owner}'s settings in update {count}", expected, dict(told), reason) from error
 
     # -- as a pure function -------------------------------------------------------------------------------------
 
     def init(self, state: TrainState) -> TrainState:
-        """Check the groups against the parameters; the state itself comes with the first update."""
+        """Check the settings against the class and the parameters; the state itself comes with the first update."""
         members = self._members(state.params)
         for group, names in zip(self.groups, members[1:], strict=True):
             if not names:
                 known = ", ".join(list(state.params)[:8])
                 raise SettingError(f"Group {group.name!r}", "one that some parameter matches", group.match, known + ".")
         if len(state.params):
-            self.build(state.params)  # what torch refuses in the settings, it refuses here
+            self.build(state.params)
+            for group in self.groups:  # the class itself checks those of the default group only
+                own = self._by_group[group.name]
+                settings = {**own.constant, **own.scheduled(0)}
+                self._torchs(own.owner, 0, settings, _stand_in(state.params), settings)
         return state
 
     def update(
@@ -158,17 +150,20 @@ class Optimizer:
         In place where the records own their buffers, in copies where they do not; the same bits. Parameters without an
         entry in `grads` are left as they are, their state too.
         """
+        moving = {group: {"lr": rate, **self._scheduled(group, count, params)} for group, rate in rates.items()}
         keep = params.is_owned
         params, grads = params.writable(count), grads.writable(count)
         mine = keep and state.is_owned
-        live = state.live if mine and isinstance(state.live, Running) and state.live.serves(self, params) else None
+        before = state.live if isinstance(state.live, Running) else None
+        live = before if mine and before is not None and before.serves(self, params) else None
         if live is not None:
             generation = live.lease.renew(state.generation, count)
         else:  # a new lineage: the state's own tensors where they are given, copies where they are lent
             given = state if mine else state.copy()
             numbers = given.numbers
-            live, generation = Running(self, params, given.tensors.owned(count), numbers), 0
-        live.step(params, grads, rates, factor)
+            compiled = None if before is None or before.rule != self else before.compiled
+            live, generation = Running(self, params, given.tensors.owned(count), numbers, compiled), 0
+        live.step(params, grads, moving, factor, first=count == 0)
         return params, OptimizerState(live=live, generation=generation, is_owned=keep)
 
     def _members(self, params: Tensors) -> list[list[str]]:
@@ -180,66 +175,38 @@ class Optimizer:
         return members
 
     def build(self, params: Tensors) -> tuple[torch.optim.Optimizer, list[str]]:
-        """The torch optimizer over these very tensors, and the parameters' names in its order."""
-        members = self._members(params)
-        settings = dict(self.settings)
+        """The torch optimizer over these very tensors, as for update 0, and the parameters' names in its order."""
+        members, rest = self._members(params), self._by_group[_DEFAULT]
+        settings = {**rest.constant, **rest.scheduled(0)}
         taken = inspect.signature(self.cls).parameters
         # Where it helps and never fails: fused SGD refuses sparse gradients, and momentum that starts late.
-        fusable = issubclass(self.cls, (torch.optim.Adam, torch.optim.AdamW)) and "fused" in taken
+        fusable = not self.compiled and issubclass(self.cls, (torch.optim.Adam, torch.optim.AdamW)) and "fused" in taken
         if fusable and not {"fused", "foreach", "differentiable", "capturable"} & settings.keys():
             dense = all(p.is_floating_point() and p.device.type in _FUSED_ON for p in params.flat)
             settings["fused"] = True if dense and len(params) else None
         groups: list[dict[str, Any]] = [{"params": [params[n] for n in members[0]], "name": _DEFAULT}]
         for group, names in zip(self.groups, members[1:], strict=True):
-            groups.append({"params": [params[n] for n in names], "name": group.name, **group.settings})
-        rates = self.rates(0)
+            own = {**group.settings, **self._by_group[group.name].scheduled(0)}
+            groups.append({"params": [params[n] for n in names], "name": group.name, **own})
         for group in groups:
-            group["lr"] = rates[group["name"]]
-        optimizer = self.cls([g for g in groups if g["params"]], lr=rates[_DEFAULT], **settings)  # type: ignore[call-arg]
+            group["lr"] = self._by_group[group["name"]].rate(0)
+        given = [g for g in groups if g["params"]]
+        optimizer = self._torchs(rest.owner, 0, {"lr": rest.rate(0), **settings}, given, settings)
+        for own in self._by_group.values():
+            for key in own.schedules.keys() - optimizer.defaults.keys():
+                expected = f"a constant: {self.cls.__name__} reads it only once"
+                raise SettingError(f"{own.owner}.{key}", expected, own.schedules[key])
         return optimizer, [name for names in members for name in names]
 
     def __repr__(self) -> str:
         parts = [self.cls.__name__, f"lr={self.lr!r}"]
         parts += [f"groups={list(self.groups)!r}"] if self.groups else []
         parts += ["masters=True"] if self.masters else []
+        parts += [f"compiled={self.compiled!r}"] if self.compiled else []
         parts += [f"{key}={value!r}" for key, value in self.settings.items()]
         return f"Optimizer({', '.join(parts)})"
 
 
-def no_decay(*patterns: str) -> Group:
-    """The group that weight decay leaves alone: biases, norms and other parameters of fewer than two dimensions.
-
-    Args: patterns: on the names of further ones, such as "embedding.*".
-    """
-
-    def unshaped(name: str, tensor: Tensor) -> bool:
-        return tensor.ndim < 2 or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-    return Group(unshaped, name="no decay", weight_decay=0.0)
-
-
-@attrs.frozen
-class _Scaled:
-    lr: Rate
-    factor: float
-
-    def __call__(self, count: int) -> float:
-        return _rate(self.lr, count) * self.factor
-
-
-def layer_decay(layers: Sequence[str], lr: Rate, decay: float, **settings: Any) -> list[Group]:
-    """Groups whose rate falls by `decay` with each layer away from the output.
-
-    Args: layers: patterns on names, from the input to the output: `["embed.*", "blocks.0.*", "blocks.1.*", "head.*"]`;
-          the last has the rate `lr` itself.
-    Raises: SettingError unless 0 < decay <= 1.
-    Source: Howard, Ruder 2018, arXiv:1801.06146, discriminative fine-tuning.
-    """
-    if not 0 < decay <= 1:
-        raise SettingError("layer_decay(decay)", "above 0 and at most 1", decay)
-    last = len(layers) - 1
-    return [Group(name, lr=_Scaled(lr, decay ** (last - i)), **settings) for i, name in enumerate(layers)]
-
-
-def _rate(lr: Rate, count: int) -> float:
-    return lr(count) if callable(lr) else lr
+def _stand_in(params: Tensors) -> list[Tensor]:
+    """A tensor for a class to be built over that is only asked about its settings."""
+    return [params.flat[0].detach()]

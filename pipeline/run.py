@@ -1,24 +1,15 @@
-"""What a fold returns, and where its events go."""
+"""What a fold returns."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 
-from pipeline.events import Event
 from pipeline.records import TrainState
 
-__all__ = ["Run", "Sink", "run_of"]
-
-
-class Sink(Protocol):
-    """Where events go: to a console, a file, a service. May hold resources, and is closed when the run ends."""
-
-    def write(self, event: Event, /) -> None: ...
-
-    def close(self) -> None: ...
+__all__ = ["Run", "run_of"]
 
 
 @attrs.frozen(eq=False)

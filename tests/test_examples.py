@@ -15,7 +15,7 @@ from examples import digits
 def log_of(folder: Path) -> list[dict[str, Any]]:
     """The run's events, without the clock."""
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [{name: value for name, value in event.items() if name != "time"} for event in events]
+    return [{name: value for name, value in event.items() if name not in ("time", "waited")} for event in events]
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:

@@ -46,9 +46,11 @@ from pipeline import (
     tap,
     when,
 )
-from pipeline.errors import DuplicateNameError, LossError, MeasureError, SettingError, StreamError
+from pipeline._publisher import Publisher, Watched
+from pipeline.audience import Audience
+from pipeline.errors import DuplicateNameError, LossError, MeasureError, SettingError, StreamError, UnknownNameError
 from pipeline.events import EpochEnded, EpochStarted, EvalDone, Event, RunEnded, RunStarted, UpdateDone, UpdateSkipped
-from pipeline.monitor import Stop
+from pipeline.monitor import Evaluate, Stop
 from pipeline.records import Rng
 from pipeline.testing import assert_records_equal
 from tests.laws.cases import IN, OUT, accuracy, make_batch, make_batches, make_model, make_step
@@ -720,3 +722,105 @@ class TestRandomness:
         assert runs[0][:3] != runs[0][3:]
         first, second = (sorted(x for batch in runs[0][i : i + 3] for x in batch) for i in (0, 3))
         assert first == second
+
+
+def test_updates_tell_how_long_their_batches_were_waited_for() -> None:
+    now = [0.0]
+
+    def slow(seconds: list[float]) -> Iterator[torch.Tensor]:
+        for s in seconds:
+            now[0] += s
+            yield torch.ones(1, 1)
+
+    model = nn.Linear(1, 1)
+
+    def loss(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        now[0] += 100.0  # work is not waiting
+        return m(x).mean()
+
+    step = chain(
+        Forward(model, loss),
+        ScaledBackward(),
+        Accumulate(2),
+        MaybeStep(Optimizer(torch.optim.SGD, lr=0.1)),
+        EmitEvents(),
+    )
+    items = scan(step, init(step, model), slow([1.0, 2.0, 4.0, 8.0, 16.0]), clock=lambda: now[0])
+    assert [e.waited for _, es in items for e in es if isinstance(e, UpdateDone)] == [3.0, 12.0, 16.0]
+
+
+class TestWhatMonitorsAsk:
+    def test_an_evaluation_is_made_at_once_and_told_of_like_any_other(self) -> None:
+        @attrs.frozen
+        class OnThird:
+            """Asks for an evaluation after the third update."""
+
+            which: str | None
+            name: str = "OnThird"
+
+            def init(self) -> int:
+                return 0
+
+            def reduce(self, seen: int, event: Event) -> int:
+                return event.update if isinstance(event, UpdateDone) else 0
+
+            def result(self, seen: int) -> int:
+                return seen
+
+            def signals(self, seen: int) -> list[Evaluate]:
+                return [Evaluate(self.which)] if seen == 3 else []
+
+        step, state, model = started(window=1)
+        forward = Forward(model, supervised(F.cross_entropy))
+        evaluations = [Evaluation(forward, make_batches(2), name=name) for name in ("val", "test")]
+        memory = Memory()
+        fold(
+            step,
+            state.copy(),
+            make_batches(5),
+            monitors=[OnThird("test")],
+            evaluations=evaluations,
+            sinks=[memory],
+            publish_every=1,
+        )
+        told = [(e.name, e.update) for e in memory.events if isinstance(e, EvalDone)]
+        assert told == [("test", 3), ("val", 5), ("test", 5)]
+        memory = Memory()
+        fold(
+            step,
+            state.copy(),
+            make_batches(4),
+            monitors=[OnThird(None)],
+            evaluations=evaluations,
+            sinks=[memory],
+            publish_every=1,
+        )
+        told = [(e.name, e.update) for e in memory.events if isinstance(e, EvalDone)]
+        assert told == [("val", 3), ("test", 3), ("val", 4), ("test", 4)]
+        with pytest.raises(UnknownNameError, match="tset"):
+            fold(
+                step,
+                state,
+                make_batches(5),
+                monitors=[OnThird("tset")],
+                evaluations=evaluations,
+                publish_every=1,
+            )
+
+    def test_a_late_publication_is_always_one_late_and_complete_at_the_end(self) -> None:
+        step, state, _ = started(window=1)
+
+        def told(late: bool) -> list[tuple[int, list[int]]]:
+            memory = Memory()
+            watched = Watched(state)
+            publisher = Publisher(watched, Audience([], [memory]), (), 2, lambda: 0.0, late)
+            seen: list[tuple[int, list[int]]] = []
+            for now, events in scan(step, state.copy(), make_batches(5), clock=lambda: 0.0):
+                publisher.take(events)
+                seen.append((now.progress.updates, [e.update for e in memory.events if isinstance(e, UpdateDone)]))
+            return seen
+
+        # What opens a run is told of at once, and so is what ends an epoch.
+        assert told(late=False)[:5] == [(1, [1]), (2, [1]), (3, [1, 2, 3]), (4, [1, 2, 3]), (5, [1, 2, 3, 4, 5])]
+        assert told(late=True)[:5] == [(1, [1]), (2, [1]), (3, [1]), (4, [1]), (5, [1, 2, 3])]
+        assert told(late=True)[-1] == (5, [1, 2, 3, 4, 5])

@@ -118,8 +118,17 @@ def homes() -> dict[str, set[str]]:
     return found
 
 
+# One idea on two kinds of thing: those of monitors and of streams are always written with their package before them.
+TWO_HOMES = {
+    "every": {"pipeline.combinators", "pipeline.monitors"},
+    "filter": {"pipeline.monitors", "pipeline.stream"},
+    "map": {"pipeline.monitors", "pipeline.stream"},
+    "repeat": {"pipeline.combinators", "pipeline.stream"},
+}
+
+
 def test_each_name_has_one_public_home() -> None:
-    assert {name: modules for name, modules in homes().items() if len(modules) > 1} == {}
+    assert {name: modules for name, modules in homes().items() if len(modules) > 1} == TWO_HOMES
 
 
 def test_the_top_level_only_hands_out_what_has_its_home_below() -> None:

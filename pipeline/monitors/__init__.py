@@ -1,8 +1,57 @@
-"""Monitors: what a person watches, as reducers over events. No torch here: they travel."""
+"""Monitors: what a person watches, as reducers over events, and how to compose them. No torch here: they travel."""
 
-from pipeline.monitors.measured import GradNorm, LearningRate, Mean, MeanLoss
+from pipeline.monitors.best import Best
+from pipeline.monitors.combinators import every, filter, map, premap
+from pipeline.monitors.combined import combine
+from pipeline.monitors.functions import monitor
+from pipeline.monitors.layers import LayerGradNorms, UpdateRatios
+from pipeline.monitors.means import ExponentialMean, Mean, MeanLoss
+from pipeline.monitors.memory import Memory
+from pipeline.monitors.metric import Metric
+from pipeline.monitors.noise import GradNoiseScale
+from pipeline.monitors.norms import GradNorm, ParamNorm, UpdateNorm
 from pipeline.monitors.plateau import Plateau
+from pipeline.monitors.quantiles import Quantiles
+from pipeline.monitors.rates import LearningRate, LearningRates
+from pipeline.monitors.saving import SaveBest, SaveEvery
+from pipeline.monitors.scaling import LossScaleHistory
 from pipeline.monitors.stopping import EarlyStopping
+from pipeline.monitors.stretches import per_epoch, window
 from pipeline.monitors.throughput import Throughput
+from pipeline.monitors.time_left import TimeLeft
+from pipeline.monitors.windows import ClipShare, Skips
 
-__all__ = ["EarlyStopping", "GradNorm", "LearningRate", "Mean", "MeanLoss", "Plateau", "Throughput"]
+__all__ = [
+    "Best",
+    "ClipShare",
+    "EarlyStopping",
+    "ExponentialMean",
+    "GradNoiseScale",
+    "GradNorm",
+    "LayerGradNorms",
+    "LearningRate",
+    "LearningRates",
+    "LossScaleHistory",
+    "Mean",
+    "MeanLoss",
+    "Memory",
+    "Metric",
+    "ParamNorm",
+    "Plateau",
+    "Quantiles",
+    "SaveBest",
+    "SaveEvery",
+    "Skips",
+    "Throughput",
+    "TimeLeft",
+    "UpdateNorm",
+    "UpdateRatios",
+    "combine",
+    "every",
+    "filter",
+    "map",
+    "monitor",
+    "per_epoch",
+    "premap",
+    "window",
+]

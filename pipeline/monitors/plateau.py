@@ -11,6 +11,7 @@ import attrs
 from pipeline.errors import SettingError
 from pipeline.events import EvalDone, Event
 from pipeline.monitor import ScaleRate, Signal
+from pipeline.monitors._written import Written
 
 __all__ = ["Plateau"]
 
@@ -18,8 +19,8 @@ Seen = tuple[float | None, int, int, float]
 """The best value, evaluations without improvement, evaluations of cooldown to come, the factor."""
 
 
-@attrs.frozen
-class Plateau:
+@attrs.frozen(repr=False)
+class Plateau(Written):
     """Ask for a lower learning rate when a measure of an evaluation has not improved for more than `patience` times.
 
     After patience + 1 evaluations in a row without improvement the factor on the rates becomes `factor` times what it

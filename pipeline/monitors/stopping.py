@@ -8,23 +8,32 @@ from typing import Literal
 
 import attrs
 
+from pipeline._checks import not_negative, whole
 from pipeline.errors import SettingError
-from pipeline.events import EvalDone, Event
+from pipeline.events import EvalDone, Event, RunStarted
 from pipeline.monitor import Signal, Stop
+from pipeline.monitors._written import Written
 
 __all__ = ["EarlyStopping"]
 
+Seen = tuple[float | None, int, int, bool, float, float | None]
+"""The best value, its update, evaluations since; whether to stop; seconds of training, and the clock."""
 
-@attrs.frozen
-class EarlyStopping:
+
+@attrs.frozen(repr=False)
+class EarlyStopping(Written):
     """Ask to stop when a measure of an evaluation has not improved for `patience` evaluations in a row.
 
-    Reads:   `EvalDone.values[measure]`; evaluations that do not report it pass by.
+    Reads:   `EvalDone.values[measure]`; evaluations that do not report it pass by. `Event.time`, of all events.
     Result:  {"best", "update", "waited"}: the best value, the update it came at, and evaluations without improvement
-             since; None before the first value. NaN is never best and counts as no improvement.
+             since; None before the first value.
+    Edges:   NaN is never best and counts as no improvement. Evaluations in the minimum time count; the stop they would
+             have led to comes with the first evaluation after it, if none was better by then. The time between two
+             runs does not count.
     Signals: `Stop`, with the reason.
     Args:    measure: `<evaluation>_<measure>`, such as "val_loss"; patience: at least 1; mode: "min" or "max";
-             min_delta: how much better a value must be to count.
+             min_delta: how much better a value must be to count; min_updates, min_seconds: the minimum time, in
+             updates and in seconds of training. Seconds make the end of a run irreproducible.
     Raises:  SettingError, when built. A fold raises MeasureError once every evaluation has run and none reports it.
     Source:  Prechelt 1998, "Early Stopping - But When?", the criterion of successive strips, on one evaluation each.
     """
@@ -33,6 +42,8 @@ class EarlyStopping:
     patience: int = 3
     mode: Literal["min", "max"] = "min"
     min_delta: float = 0.0
+    min_updates: int = 0
+    min_seconds: float = 0.0
     name: str = "EarlyStopping"
 
     def __attrs_post_init__(self) -> None:
@@ -40,38 +51,47 @@ class EarlyStopping:
             raise SettingError("EarlyStopping.patience", "at least 1 evaluation", self.patience)
         if self.mode not in ("min", "max"):
             raise SettingError("EarlyStopping.mode", "'min' or 'max'", self.mode)
-        if not 0 <= self.min_delta < math.inf:
-            raise SettingError("EarlyStopping.min_delta", "0 or more and finite", self.min_delta)
+        not_negative("EarlyStopping.min_delta", self.min_delta)
+        whole("EarlyStopping.min_updates", self.min_updates, 0)
+        not_negative("EarlyStopping.min_seconds", self.min_seconds)
 
     @property
     def watches(self) -> str:
         """The measure of an evaluation without which this monitor means nothing."""
         return self.measure
 
-    def init(self) -> tuple[float | None, int, int]:
-        """(best, its update, evaluations since) of nothing."""
-        return None, 0, 0
+    def init(self) -> Seen:
+        """No value, no time."""
+        return None, 0, 0, False, 0.0, None
 
-    def reduce(self, accumulator: tuple[float | None, int, int], event: Event) -> tuple[float | None, int, int]:
-        """Compare an evaluation's value with the best."""
-        if not isinstance(event, EvalDone) or self.measure not in event.values:
-            return accumulator
-        value, (best, update, waited) = float(event.values[self.measure]), accumulator
-        if not math.isnan(value) and (best is None or self._better(value, best)):
-            return value, event.update, 0
-        return best, update, waited + 1
+    def reduce(self, accumulator: Seen, event: Event) -> Seen:
+        """Move the clock, and compare an evaluation's value with the best."""
+        best, update, waited, stop, seconds, clock = accumulator
+        if clock is not None and not isinstance(event, RunStarted):
+            seconds += event.time - clock
+        if isinstance(event, EvalDone) and self.measure in event.values:
+            value = float(event.values[self.measure])
+            if self._better(value, best):
+                best, update, waited = value, event.update, 0
+            else:
+                waited += 1
+            late = event.update >= self.min_updates and seconds >= self.min_seconds
+            stop = waited >= self.patience and late
+        return best, update, waited, stop, seconds, event.time
 
-    def _better(self, value: float, best: float) -> bool:
+    def _better(self, value: float, best: float | None) -> bool:
+        if best is None:
+            return not math.isnan(value)
         return value < best - self.min_delta if self.mode == "min" else value > best + self.min_delta
 
-    def result(self, accumulator: tuple[float | None, int, int]) -> dict[str, float | None] | None:
+    def result(self, accumulator: Seen) -> dict[str, float | None] | None:
         """The best value so far, its update, and evaluations since."""
-        best, update, waited = accumulator
+        best, update, waited, *_ = accumulator
         return {"best": best, "update": update, "waited": waited} if best is not None or waited else None
 
-    def signals(self, accumulator: tuple[float | None, int, int]) -> Iterable[Signal]:
+    def signals(self, accumulator: Seen) -> Iterable[Signal]:
         """Stop, once the patience is used up."""
-        best, update, waited = accumulator
-        if waited >= self.patience:
+        best, update, waited, stop, *_ = accumulator
+        if stop:
             reached = "no value" if best is None else f"{best:.6g} at update {update}"
             yield Stop(f"{self.name}: {self.measure} no better for {waited} evaluations (best {reached})")

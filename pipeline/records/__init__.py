@@ -6,6 +6,7 @@
 from pipeline.records.counters import LossScale, Progress, Rng
 from pipeline.records.frame import Frame, Skipped
 from pipeline.records.optimizer_state import LiveOptimizer, OptimizerState
+from pipeline.records.part import Part
 from pipeline.records.state import TrainState
 from pipeline.records.window import Loss, Scalar, Window
 
@@ -15,6 +16,7 @@ __all__ = [
     "Loss",
     "LossScale",
     "OptimizerState",
+    "Part",
     "Progress",
     "Rng",
     "Scalar",

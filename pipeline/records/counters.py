@@ -8,25 +8,16 @@ from functools import lru_cache
 import attrs
 from torch.utils import _pytree as pytree
 
+from pipeline._splitmix import splitmix64
 from pipeline.errors import SettingError
 from pipeline.records._trees import register
 
 __all__ = ["LossScale", "Progress", "Rng"]
 
-_MASK = (1 << 64) - 1
-
-
-def _mix(x: int) -> int:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): neighbouring inputs give unrelated outputs."""
-    x = (x + 0x9E3779B97F4A7C15) & _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return x ^ (x >> 31)
-
 
 @lru_cache
 def _base(seed: int, rank: int, purpose: int) -> int:
-    return _mix(_mix(seed * 4 + purpose) + rank)
+    return splitmix64(splitmix64(seed * 4 + purpose) + rank)
 
 
 @attrs.frozen
@@ -61,7 +52,7 @@ class Rng:
 
     def key(self, n: int, purpose: int = 0) -> int:
         """A 64-bit seed for the generators in micro-step `n`; `purpose` tells other draws at the same n apart."""
-        return _mix(_base(self.seed, self.rank, purpose) + n)
+        return splitmix64(_base(self.seed, self.rank, purpose) + n)
 
 
 @attrs.frozen

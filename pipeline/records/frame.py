@@ -32,7 +32,8 @@ class Skipped:
 class Frame:
     """One micro-batch on its way through the transforms: the state, the batch, and what has been added so far.
 
-    `began` is the progress when the pass began, `time` the clock's reading then (seconds; an input, never read here).
+    `began` is the progress when the pass began, `time` the clock's reading then, and `waited` how long the
+    batches since the last window have kept the loop waiting (seconds; inputs, never read here).
     From Forward: `loss` (0-d mean), `weight`, `measures`, `samples`, `tokens`, `output`.
     From ScaledBackward: `grads`, this micro-batch's gradients × relative weight × loss scale.
     From Accumulate: `ready`, the window is full, and `update_factor`, what the gradients are to be multiplied by.
@@ -46,6 +47,7 @@ class Frame:
     state: TrainState
     batch: Any = None
     time: float = 0.0
+    waited: float = 0.0
     began: Progress = attrs.field(default=attrs.Factory(lambda frame: frame.state.progress, takes_self=True))
     output: Any = None
     loss: Tensor | None = None
@@ -67,10 +69,11 @@ class Frame:
     events: tuple[Any, ...] = ()
 
     @classmethod
-    def begin(cls, state: TrainState, batch: Any = None, time: float = 0.0) -> Frame:
-        """`Frame(state, batch, time)`, at a third of its cost."""
+    def begin(cls, state: TrainState, batch: Any = None, time: float = 0.0, waited: float = 0.0) -> Frame:
+        """`Frame(state, batch, time, waited)`, at a third of its cost."""
         new = object.__new__(cls)
-        fields = {**_FRAME_DEFAULTS, "state": state, "batch": batch, "time": time, "began": state.progress}
+        given = {"state": state, "batch": batch, "time": time, "waited": waited, "began": state.progress}
+        fields = {**_FRAME_DEFAULTS, **given}
         object.__setattr__(new, "__dict__", fields)
         return new
 

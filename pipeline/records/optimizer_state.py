@@ -57,6 +57,11 @@ class OptimizerState:
         self.live.lease.check(self.generation)
         return self.live.numbers()
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether a later record has taken the entries over."""
+        return self._tensors.is_stale if self.live is None else self.generation != self.live.lease.generation
+
     def of(self, name: str) -> dict[str, Any]:
         """The state of one parameter: `state.optimizer.of("0.weight")["exp_avg"]`."""
         entries: dict[str, Any] = {**self.tensors, **self.numbers}
@@ -90,7 +95,7 @@ class OptimizerState:
         return OptimizerState, (self.tensors, dict(self.numbers))
 
     def __repr__(self) -> str:
-        if self.live is not None and self.generation != self.live.lease.generation:
+        if self.is_stale:
             return "OptimizerState(stale)"
         return f"OptimizerState({self.tensors!r}, {len(self.numbers)} numbers)"
 

@@ -12,6 +12,7 @@ from pipeline._binding import load
 from pipeline.records._trees import clone_tree, register
 from pipeline.records.counters import LossScale, Progress, Rng
 from pipeline.records.optimizer_state import OptimizerState
+from pipeline.records.part import Part
 from pipeline.records.window import Window
 from pipeline.tensors import Tensors
 
@@ -40,13 +41,19 @@ class TrainState:
     slots: Mapping[str, Any] = _NOTHING
     rate_factor: float = 1.0
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a window is open: the state's own, or that of a part of the model."""
+        parts = (slot.window for slot in self.slots.values() if isinstance(slot, Part))
+        return any(window.micro_batches for window in (self.window, *parts))
+
     def copy(self) -> TrainState:
         """The same values in memory of their own: nothing that happens to this state or its module reaches the copy."""
         window = attrs.evolve(
             self.window,
             grads=self.window.grads.copy(),
             buffers=None if self.window.buffers is None else self.window.buffers.copy(),
-            **{k: clone_tree(getattr(self.window, k)) for k in ("weight", "reference", "loss", "measures", "losses")},
+            **{k: clone_tree(getattr(self.window, k)) for k in ("weight", "reference", "loss", "measures", "probes")},
         )
         return attrs.evolve(
             self,
@@ -87,12 +94,21 @@ class TrainState:
             buffers=tensors(self.buffers),
             optimizer=optimizer(self.optimizer),
             window=attrs.evolve(self.window, grads=tensors(self.window.grads)),
-            slots={k: tensors(v) if isinstance(v, Tensors) else v for k, v in self.slots.items()},
+            slots={name: _each_slot(value, tensors, optimizer) for name, value in self.slots.items()},
         )
 
     def __repr__(self) -> str:
         p = self.progress
         return f"TrainState(update {p.updates}, micro-step {p.micro_steps}, epoch {p.epoch}, params={self.params!r})"
+
+
+def _each_slot(
+    value: Any, tensors: Callable[[Tensors], Tensors], optimizer: Callable[[OptimizerState], OptimizerState]
+) -> Any:
+    """A slot's value with the records of buffers in it as these make of them."""
+    if isinstance(value, Part):
+        return value.each(tensors, optimizer)
+    return tensors(value) if isinstance(value, Tensors) else value
 
 
 register(TrainState)

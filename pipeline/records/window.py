@@ -100,7 +100,8 @@ class Window:
 
     `grads` sums of relative weight × loss scale × gradient, in float32 or wider, for those parameters that got one;
     `weight` sum of weights; `loss` sum of relative weight × loss, 0-d; `measures` name -> (sum, weight);
-    `losses` of the micro-batches one by one, 0-d; `buffers` as they were before the window, to go back to if it is
+    `probes` a value for each micro-batch, the first non-finite one of which tells who spoilt the window: its loss, or
+    under a loss scale the norm of the sums after it; `buffers` as they were before the window, to go back to if it is
     skipped.
     """
 
@@ -110,7 +111,7 @@ class Window:
     loss: Scalar = 0.0
     measures: Mapping[str, tuple[Scalar, Scalar]] = _NOTHING
     micro_batches: int = 0
-    losses: tuple[Tensor, ...] = ()
+    probes: tuple[Scalar, ...] = ()
     buffers: Tensors | None = None
 
     @property

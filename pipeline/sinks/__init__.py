@@ -1,6 +1,7 @@
-"""Sinks: events out to people and files."""
+"""Sinks: events out to people, files and callbacks."""
 
+from pipeline.sinks.callbacks import Callbacks
 from pipeline.sinks.console import Console
 from pipeline.sinks.event_log import EventLog
 
-__all__ = ["Console", "EventLog"]
+__all__ = ["Callbacks", "Console", "EventLog"]

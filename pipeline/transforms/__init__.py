@@ -11,7 +11,11 @@ from pipeline.transforms.clip_value import ClipByValue
 from pipeline.transforms.emit import EmitEvents
 from pipeline.transforms.forward import Forward
 from pipeline.transforms.guard import DropNonFinite, SkipSpikes
+from pipeline.transforms.in_backward import UpdateInBackward
 from pipeline.transforms.losses import supervised
+from pipeline.transforms.measure import MeasureGradients, MeasureUpdates
+from pipeline.transforms.noise import MeasureNoise
+from pipeline.transforms.penalty import PenaliseL1, PenaliseL2
 from pipeline.transforms.sharpness import SharpnessAware
 from pipeline.transforms.step import MaybeStep, UpdateRule
 
@@ -27,9 +31,15 @@ __all__ = [
     "EmitEvents",
     "Forward",
     "MaybeStep",
+    "MeasureGradients",
+    "MeasureNoise",
+    "MeasureUpdates",
+    "PenaliseL1",
+    "PenaliseL2",
     "ScaledBackward",
     "SharpnessAware",
     "SkipSpikes",
+    "UpdateInBackward",
     "UpdateRule",
     "averaged",
     "global_norm",

@@ -61,7 +61,11 @@ def scaled(frame: Frame, factors: Sequence[Tensor]) -> Tensors:
 
 
 def rewritten(frame: Frame, sums: Tensors, before: Tensor, after: Tensor) -> Frame:
-    """The frame with clipped and normalised `sums`, whose global norm went from `before` to `after`."""
+    """The frame with clipped and normalised `sums`, whose global norm went from `before` to `after`.
+
+    A norm that was not finite stays so, whatever a factor of 0 made of the sums: the update will be skipped.
+    """
+    after = torch.where(before.isfinite(), after, before)
     clip = torch.clamp(torch.where(before == 0, 1.0, after / before), max=1.0)
     window = attrs.evolve(frame.state.window, grads=sums)
     return frame.having(

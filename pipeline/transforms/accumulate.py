@@ -14,6 +14,7 @@ from pipeline.errors import MissingFieldError, SettingError
 from pipeline.records import Frame, Progress, Scalar, TrainState, Window
 from pipeline.tensors import Tensors
 from pipeline.transforms._gradients import WIDE, add_grads, backward_into, counts_for_nothing, root_of, widened
+from pipeline.transforms._norm import global_norm
 from pipeline.transforms.backward import ScaledBackward
 
 __all__ = ["Accumulate"]
@@ -77,13 +78,16 @@ class Accumulate:
     def count(self, frame: Frame, sums: Tensors) -> Frame:
         """The frame with `sums` in its window, the micro-batch counted, and `ready` when the window is full."""
         state, window, weight = frame.state, frame.state.window, frame.weight
-        relative, reference, loss, losses = window.relative(weight), window.reference, window.loss, window.losses
+        relative, reference, loss, probe = window.relative(weight), window.reference, window.loss, 0.0
         if not counts_for_nothing(weight):
             if reference is None:
                 reference = torch.where(weight > 0, weight, 1.0) if isinstance(weight, Tensor) else weight
             if frame.loss is not None:
-                value = widened(frame.loss)
-                loss, losses = _added(loss, _times(value, relative)), (*losses, value)
+                probe = widened(frame.loss)
+                loss = _added(loss, _times(probe, relative))
+        full = window.micro_batches + 1 >= self.every
+        if state.loss_scale is not None and not full:  # the last one needs no probe: it is who is left
+            probe = global_norm(sums.flat, 1)
         window = Window(
             sums,
             _added(window.weight, weight.detach() if isinstance(weight, Tensor) else weight),
@@ -91,7 +95,7 @@ class Accumulate:
             loss,
             _added_measures(window.measures, frame.measures) if frame.measures else window.measures,
             window.micro_batches + 1,
-            losses,
+            (*window.probes, probe),
             window.buffers,
         )
         p = state.progress
@@ -116,7 +120,7 @@ class Accumulate:
             state.rate_factor,
         )
         frame = frame.having(state=state, grads=None, applied=None, skip=None, skipped=None)
-        return frame if window.micro_batches < self.every else _closed(frame)
+        return _closed(frame) if full else frame
 
     def finish(self, frame: Frame) -> Frame:
         """The pass at the end of the stream: flush, drop or carry the open window."""

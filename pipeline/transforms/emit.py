@@ -55,7 +55,8 @@ class EmitEvents:
         events: list[Event] = [*frame.events]
         if self.micro_batches and frame.loss is not None:
             loss = frame.loss.detach()
-            before = {**at, "update": frame.began.updates}  # it comes before the update that it may have led to
+            # It comes before the update that it may have led to.
+            before: Mapping[str, Any] = {**at, "update": frame.began.updates}
             events.append(MicroBatchDone(**before, loss=loss, weight=frame.weight, samples=frame.samples))
         if frame.applied is not None and frame.closed is not None:
             events.append(_of_window(frame, frame.closed, at))
@@ -95,4 +96,5 @@ def _of_window(frame: Frame, window: Window, at: Mapping[str, Any]) -> Event:
         measures=window.measures,
         facts=more,
         loss_scale=frame.scaled_by,
+        waited=frame.waited,
     )

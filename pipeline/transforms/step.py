@@ -155,14 +155,19 @@ def _why(frame: Frame, window: Window, read: float, counted: bool) -> Skipped:
         return frame.skipped or Skipped("asked for by a transform")
     if not counted:
         return Skipped("no parameter had a gradient")
-    losses = [math.isfinite(loss) for loss in window.losses]
-    first = losses.index(False) if False in losses else None
-    if first is None and window.micro_batches == 1:
-        first = 0
+    first = _first_bad(window, frame.state.loss_scale is not None)
     culprit = first_non_finite(window.grads)
     if culprit is None:  # every gradient is finite, and together they are not
         return Skipped("gradient norm beyond float32", first)
     return Skipped("non-finite gradients", first, culprit)
+
+
+def _first_bad(window: Window, scaled: bool) -> int | None:
+    """The micro-batch that brought the first non-finite value, where that is known."""
+    finite = [math.isfinite(probe) for probe in window.probes]
+    if False in finite:
+        return finite.index(False)
+    return window.micro_batches - 1 if scaled or window.micro_batches == 1 else None
 
 
 def _before(window: Window, buffers: Tensors, update: int) -> Tensors:
@@ -186,5 +191,5 @@ def _without_tensors(window: Window) -> Window:
         loss=window.loss,
         measures=window.measures,
         micro_batches=window.micro_batches,
-        losses=window.losses,
+        probes=window.probes,
     )

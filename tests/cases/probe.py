@@ -30,6 +30,7 @@ from pipeline import (
 from pipeline.events import Event
 from pipeline.monitor import Monitor
 from pipeline.transform import Chain
+from tests.monitors.cases import Total, fed
 
 E = TypeVar("E", bound=Event)
 
@@ -115,9 +116,16 @@ def step_of(
 
 
 def all_monitors() -> list[Monitor]:
-    """One of each monitor, those with settings watching `val_loss` or the measure `error`."""
-    settings = {"EarlyStopping": ("val_loss", 1000), "Mean": ("error",), "Plateau": ("val_loss",)}
-    return [getattr(monitors, name)(*settings.get(name, ())) for name in monitors.__all__]
+    """One of each monitor that needs no store, those with settings watching `val_loss` or the measure `error`."""
+    settings: dict[str, tuple[Any, ...]] = {
+        "Best": ("val_loss",),
+        "EarlyStopping": ("val_loss", 1000),
+        "Mean": ("error",),
+        "Metric": (Total(), fed),
+        "Plateau": ("val_loss",),
+    }
+    kinds = {name: kind for name in monitors.__all__ if isinstance(kind := getattr(monitors, name), type)}
+    return [kind(*settings.get(name, ())) for name, kind in kinds.items() if not hasattr(kind, "needs_store")]
 
 
 class Recorder:

@@ -175,3 +175,40 @@ def test_the_whole_history_of_the_scale_is_in_the_events() -> None:
     assert changes == [(8.0, 16.0), (16.0, 8.0), (8.0, 4.0), (4.0, 2.0)]
     skips = [(e.skipped, e.in_row, e.loss_scale) for e in events if isinstance(e, UpdateSkipped)]
     assert skips == [(1, 1, 16.0), (2, 1, 8.0), (3, 2, 4.0)]
+
+
+class Rough(torch.autograd.Function):
+    """The identity, whose gradient is infinite where its input is negative: an overflow on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return torch.where(x < 0, math.inf, grads[0])
+
+
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("size", [4, 5])
+@pytest.mark.parametrize("bad", [0, 1, 2, 3])
+def test_under_a_loss_scale_the_micro_batch_whose_gradient_overflowed_is_named(
+    bad: int, size: int, donate: bool
+) -> None:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    step = chain(
+        Forward(model, lambda m, x: Rough.apply(m(x)).mean()),
+        ScaledBackward(),
+        Accumulate(size),
+        sgd(0.0),
+        EmitEvents(),
+    )
+    stream = [torch.full((1, 1), -1.0 if i == bad else 1.0) for i in range(4)]  # a full window, or a short last one
+    told: list[Any] = []
+    for scale in (LossScale(scale=8.0), None):
+        told += [e for _, es in scan(step, init(step, model, loss_scale=scale), stream, donate=donate) for e in es]
+    skipped = [e for e in told if isinstance(e, UpdateSkipped)]
+    assert [e.micro_batch for e in skipped] == [bad, None]  # without one it costs a look at every micro-batch

@@ -1,4 +1,4 @@
-"""The stream: without a length, empty, broken, or with batches to skip."""
+"""The stream: what its items draw, without a length, empty, broken, shared out, by weight, with batches to skip."""
 
 import io
 from collections.abc import Iterator
@@ -9,7 +9,8 @@ import torch
 from rich.console import Console
 from torch.utils.data import DataLoader, IterableDataset
 
-from pipeline import Epochs, Optimizer, Updates, apply, fold, init, run_of, scan, sinks
+from pipeline import Epochs, Optimizer, Updates, apply, fold, init, run_of, scan, sinks, stream
+from pipeline.errors import SettingError
 from pipeline.events import (
     BatchSkipped,
     EpochEnded,
@@ -21,6 +22,7 @@ from pipeline.events import (
     UpdateSkipped,
 )
 from tests.cases.probe import Items, Probe, Recorder, all_monitors, bits, items, of, probe_step, step_of, summed
+from tests.stream.work import Drawing
 
 both_ways = pytest.mark.parametrize("donate", [True, False], ids=["donated", "copied"])
 
@@ -225,3 +227,140 @@ def test_data_5_apply_and_scan_say_the_same() -> None:
     assert skip.time == 5.0
     steps = list(scan(step, state, WITH_A_HOLE))
     assert [sum(isinstance(e, BatchSkipped) for e in events) for _, events in steps][2] == 1
+
+
+# -- DATA-1 ----------------------------------------------------------------------------------------
+
+PER_EPOCH = 20
+
+
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_data_1_every_item_draws_numbers_of_its_own_from_all_three_generators(batch_size: int) -> None:
+    def draws(workers: int) -> list[list[tuple[int, ...]]]:
+        with stream.batches(Drawing(PER_EPOCH), batch_size, seed=11, workers=workers, collate=list) as batches:
+            return [[item for batch in batches for item in batch] for _ in range(2)]
+
+    epochs = draws(workers=2)
+    for numbers in zip(*epochs[0], *epochs[1], strict=True):  # of one generator each
+        assert len(numbers) == len(set(numbers)) == 2 * PER_EPOCH
+    assert draws(workers=2) == epochs
+    assert draws(workers=0) == epochs
+
+
+def test_data_1_another_seed_draws_other_numbers() -> None:
+    first, second = ([*stream.source(Drawing(5), seed=seed)] for seed in (1, 2))
+    assert not {number for item in first for number in item} & {number for item in second for number in item}
+
+
+# -- DATA-2, through a stream ----------------------------------------------------------------------
+
+
+def test_data_2_a_stream_over_an_iterable_without_a_length_ends_its_last_window() -> None:
+    model, recorder = Probe(), Recorder()
+    step = probe_step(model, every=3)
+    batches = stream.prefetch(lambda epoch: without_length(7), 2)
+    run = fold(step, init(step, model), batches, sinks=[recorder])
+    assert [u.micro_batches for u in of(UpdateDone, recorder.events)] == [3, 3, 1]
+    assert run.state.params["w"].item() == 4.0
+
+
+@pytest.mark.parametrize("after", [0, 2, 3])
+def test_data_2_an_error_in_a_stream_keeps_its_type_and_its_place(after: int) -> None:
+    batches = stream.prefetch(lambda epoch: broken_after(after), 2)
+    model = Probe()
+    step = probe_step(model, every=3)
+    with pytest.raises(BrokenDiskError, match="sector 7") as failure:
+        fold(step, init(step, model), batches)
+    assert run_of(failure.value).state.progress.micro_steps == after
+    assert batches.state_dict()["items"] == after
+
+
+# -- DATA-3 ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "batch_size"), [(8, 1), (7, 2), (9, 4), (5, 3)])
+def test_data_3_ranks_of_uneven_data_have_equally_many_batches(n: int, batch_size: int) -> None:
+    ranks = [stream.batches(range(n), batch_size, rank=rank, world=2, collate=list) for rank in range(2)]
+    dropped = [[*node] for node in ranks]
+    assert len(dropped[0]) == len(dropped[1]) == len(ranks[0])
+    assert [*map(len, dropped[0])] == [*map(len, dropped[1])]
+    assert n - sum(len(batch) for batches in dropped for batch in batches) == n % 2
+
+    ranks = [stream.batches(range(n), batch_size, rank=rank, world=2, uneven="pad", collate=list) for rank in range(2)]
+    padded = [[*node] for node in ranks]
+    assert len(padded[0]) == len(padded[1])
+    assert sorted(x for batches in padded for batch in batches if batch is not None for x in batch) == list(range(n))
+
+
+def test_data_3_a_rank_that_has_nothing_gives_none_which_a_fold_passes_over() -> None:
+    model = Probe()
+    step = probe_step(model, every=2)
+    loader = stream.batches([1.0, 2.0, 3.0], 1, rank=1, world=2, uneven="pad", collate=lambda ys: items(*ys))
+    assert [batch is None for batch in loader] == [False, True]
+    recorder = Recorder()
+    run = fold(step, init(step, model), loader, sinks=[recorder])
+    assert run.state.params["w"].item() == 2.0
+    assert len(of(BatchSkipped, recorder.events)) == 1
+
+
+# -- DATA-4 ----------------------------------------------------------------------------------------
+
+
+def test_data_4_more_draws_without_replacement_than_items_with_a_weight_are_refused() -> None:
+    with pytest.raises(SettingError, match="at most 2, the items that have a weight"):
+        stream.weighted(range(3), [1, 1, 0], draws=3, replacement=False)
+    assert sorted(stream.weighted(range(3), [1, 1, 0], draws=2, replacement=False)) == [0, 1]
+
+
+@pytest.mark.parametrize("weights", [[0.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [1.0, float("inf")], []])
+def test_data_4_weights_that_are_none_are_refused_when_built(weights: list[float]) -> None:
+    with pytest.raises(SettingError, match=r"weighted\(weights\) must be"):
+        stream.weighted(range(2), weights)
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_data_4_there_may_be_more_than_two_to_the_24_items(replacement: bool) -> None:
+    n = 2**24 + 1
+    drawn = [*stream.weighted(range(n), torch.ones(n), draws=2, replacement=replacement, seed=1)]
+    assert len(drawn) == 2
+    assert all(0 <= item < n for item in drawn)
+
+
+def test_data_4_the_share_of_a_class_is_that_of_its_weights() -> None:
+    weights = [0.2] * 20 + [0.8] * 80
+    draws = 100_000
+    node = stream.batch(stream.weighted(range(100), weights, draws=draws, seed=3), 1000, collate=list)
+    share = sum(item < 20 for batch in node for item in batch) / draws
+    assert share == pytest.approx(4 / 68, abs=0.003)
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_data_4_draws_are_gone_on_with_exactly(replacement: bool) -> None:
+    def build() -> stream.Node:
+        return stream.weighted(range(30), range(30), draws=20, replacement=replacement, seed=5)
+
+    uncut = [[*build()], [*build()]]
+    assert uncut[0] == uncut[1]
+    for cut in range(21):
+        node, other = build(), build()
+        head = [next(node) for _ in range(cut)]
+        other.load_state_dict(node.state_dict())
+        assert [*head, *other] == uncut[0]
+
+
+# -- DATA-5, through a stream ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [None, stream.Threads(2)], ids=["plain", "threads"])
+def test_data_5_none_in_a_stream_is_a_batch_to_skip(workers: Any) -> None:
+    for batches in (
+        stream.prefetch(WITH_A_HOLE, workers=workers),
+        stream.map(lambda epoch: WITH_A_HOLE, lambda batch: batch, workers=workers),
+    ):
+        model, recorder = Probe(), Recorder()
+        step = probe_step(model, every=2)
+        run = fold(step, init(step, model), batches, sinks=[recorder])
+        assert [u.micro_batches for u in of(UpdateDone, recorder.events)] == [2, 2, 1]
+        assert run.state.params["w"].item() == 9.0
+        assert len(of(BatchSkipped, recorder.events)) == 1
+        batches.close()

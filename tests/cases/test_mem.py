@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -19,17 +20,22 @@ from pipeline import (
     Frame,
     Loss,
     MaybeStep,
+    MeasureGradients,
+    MeasureNoise,
+    MeasureUpdates,
     Optimizer,
     Tensors,
     TrainState,
     Window,
     fold,
     init,
+    monitors,
     scan,
 )
-from pipeline.events import Event
+from pipeline.events import Event, MemoryMeasured
+from pipeline.probes import MemoryProbe
 from pipeline.transform import Chain
-from tests.cases.probe import Recorder, all_monitors, step_of
+from tests.cases.probe import Recorder, all_monitors, of, step_of
 
 both_ways = pytest.mark.parametrize("donate", [True, False], ids=["donated", "copied"])
 
@@ -270,3 +276,72 @@ def test_mem_1_a_long_run_holds_no_record_of_an_earlier_step(way: str, donate: b
 
 def all_monitors_of_training() -> list:
     return [monitor for monitor in all_monitors() if not hasattr(monitor, "watches")]
+
+
+@both_ways
+def test_mem_1_twenty_monitors_and_every_measure_hold_no_more_after_200_updates_than_after_40(donate: bool) -> None:
+    model, step, loss = setting(1)
+    step = step.insert_before("Accumulate", MeasureNoise()).insert_after("Accumulate", MeasureGradients(every=5))
+    step = step.replace("MaybeStep", MeasureUpdates(step["MaybeStep"], every=5))
+    kinds = (monitors.MeanLoss, monitors.GradNorm, monitors.LearningRate, monitors.Throughput)
+    before = records_alive()
+    looks: list[Counter[str]] = []
+
+    def stream() -> Iterator[Tensor]:
+        for n in range(200):
+            yield BATCH
+            if n % 40 == 39:
+                looks.append(records_alive() - before)
+
+    watching = [kind(name=f"{kind.__name__} {i}") for kind in kinds for i in range(5)]
+    probe = MemoryProbe(EveryUpdates(4))
+    run = fold(step, init(step, model), stream(), donate=donate, monitors=watching, evaluations=[probe])
+    assert len(run.results) == 20
+    assert len(looks) == 5
+    assert looks == [looks[0]] * 5
+    assert looks[0]["tensor with a graph"] == 0
+    assert not any(ref() for ref in loss.alive)
+
+
+EXTRA = 256 * 2**20
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+def heavy_at_the_third(device: str) -> list[MemoryMeasured]:
+    """What a probe tells of each of five updates, the third of which holds much more within its step."""
+
+    def loss(model: Any, batch: Tensor) -> Tensor:
+        held = torch.ones(EXTRA // 4 if bool(batch.isnan().any()) else 1, device=device)
+        return (model(batch.nan_to_num()) * held[0]).mean()
+
+    model, recorder = nn.Linear(3, 1).to(device), Recorder()
+    step = step_of(model, loss, Optimizer(torch.optim.SGD, lr=0.1))
+    batches = [(BATCH * float("nan") if i == 2 else BATCH).to(device) for i in range(5)]
+    fold(step, init(step, model), batches, sinks=[recorder], evaluations=[MemoryProbe(EveryUpdates(1))])
+    told = of(MemoryMeasured, recorder.events)
+    assert [event.update for event in told] == [1, 2, 3, 4, 5]
+    return told
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_mem_5_the_peak_of_an_update_is_told_and_is_gone_in_the_next(device: str) -> None:
+    told = heavy_at_the_third(device)
+    if device == "cpu":
+        assert {(event.allocated_peak, event.reserved_peak) for event in told} == {(None, None)}
+        return
+    allocated = [event.allocated_peak or 0 for event in told]
+    assert allocated[2] - allocated[1] >= EXTRA
+    assert all(abs(peak - allocated[1]) < EXTRA // 100 for peak in allocated[3:])  # but for events not yet published
+    assert all((event.reserved_peak or 0) >= (event.allocated_peak or 0) for event in told)
+
+
+def test_mem_5_the_process_tells_its_trough_and_its_peak_apart() -> None:
+    told = heavy_at_the_third("cpu")
+    if not Path("/proc/self/status").exists():
+        assert {(event.resident, event.resident_peak) for event in told} == {(None, None)}
+        return
+    now = [event.resident or 0 for event in told]
+    most = [event.resident_peak or 0 for event in told]
+    assert most[2] - now[1] > 0.9 * EXTRA  # pages are counted in batches
+    assert now[2] - now[1] < 0.1 * EXTRA
+    assert most == sorted(most)

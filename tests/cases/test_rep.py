@@ -22,14 +22,18 @@ from pipeline import (
     fold,
     init,
     scan,
+    stream,
     supervised,
     tap,
 )
+from pipeline.errors import SettingError
 from pipeline.events import Event
 from pipeline.monitor import Monitor
 from pipeline.optim import Optimizer
 from pipeline.transform import Chain
 from tests.cases.probe import Recorder, all_monitors, bits, step_of
+from tests.stream.cases import Counted
+from tests.stream.work import Numbers, tokens
 
 both_ways = pytest.mark.parametrize("donate", [True, False], ids=["donated", "copied"])
 
@@ -295,3 +299,71 @@ def test_rep_1_a_fold_that_fails_leaves_them_so(donate: bool) -> None:
     with pytest.raises(ValueError, match="not enough values"):
         fold(step, state, [(X[:6], Y[:6]), (X[:6],)], donate=donate)
     assert surroundings() == before
+
+
+# -- streams ---------------------------------------------------------------------------------------
+
+
+def test_rep_1_reading_a_stream_draws_from_no_global_generator() -> None:
+    set_surroundings()
+    before = surroundings()
+    train, held_out = (stream.batches(Noisy(), 6, shuffle=True, seed=seed) for seed in (1, 2))
+    first = [batch[0] for batch in train]
+    assert surroundings() == before
+    train.begin()
+    again = []
+    for batch in train:
+        again.append(batch[0])
+        next(held_out, None)
+        torch.rand(3)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_rep_1_a_fold_over_a_stream_is_moved_by_no_evaluation() -> None:
+    def trained(*evaluations: Evaluation) -> dict[str, Any]:
+        model, step, _ = setting()
+        batches = stream.batches(Noisy(), 6, shuffle=True, seed=1)
+        return bits(fold(step, init(step, model, seed=5), batches, evaluations=evaluations).state)
+
+    model, _, _ = setting()
+    assert trained(validation(model, EveryUpdates(1))) == trained()
+
+
+def test_rep_2_what_ranks_and_workers_draw_differs_and_is_the_same_in_a_second_run() -> None:
+    def draws() -> list[list[int]]:
+        ranks = [
+            stream.map(stream.shard(range(12), rank, 2), tokens, seed=40, workers=stream.Threads(2)) for rank in (0, 1)
+        ]
+        found = [[number for _, number in node] for node in ranks]
+        for node in ranks:
+            node.close()
+        return found
+
+    first = draws()
+    assert len({number for rank in first for number in rank}) == 12
+    assert draws() == first
+
+
+@pytest.mark.parametrize(
+    "workers", [None, stream.Threads(2), stream.Processes(2)], ids=["none", "threads", "processes"]
+)
+def test_rep_3_three_epochs_are_three_orders_and_the_same_three_in_five_runs(workers: Any) -> None:
+    def orders(workers: Any) -> list[list[int]]:
+        with stream.batches(Numbers(50), 5, shuffle=True, seed=9, workers=workers, collate=list) as batches:
+            return [[item for batch in batches for item in batch] for _ in range(3)]
+
+    expected = orders(None)
+    assert len({tuple(order) for order in expected}) == 3
+    assert all(sorted(order) == list(range(50)) for order in expected)
+    assert all(orders(workers) == expected for _ in range(5 if workers is not None else 1))
+
+
+def test_rep_3_an_iterable_is_told_its_epoch_by_lasting_workers_too() -> None:
+    with stream.map(Counted(3), str, workers=2) as node:
+        assert [[*node] for _ in range(2)] == [["(0, 0)", "(0, 1)", None], ["(1, 0)", "(1, 1)", None]]
+
+
+def test_rep_4_a_set_has_no_order_and_is_refused() -> None:
+    for data in ({"b", "a"}, frozenset({"b"}), {"a": 1}.keys()):
+        with pytest.raises(SettingError, match=r"an order of its own.*sorted"):
+            stream.source(data)

@@ -24,15 +24,21 @@ from pipeline import (
     Group,
     LossScale,
     MaybeStep,
+    MeasureGradients,
+    MeasureNoise,
+    MeasureUpdates,
     Optimizer,
     Progress,
     ScaledBackward,
+    UpdateInBackward,
     Window,
     branch,
     chain,
     every,
+    fold,
     init,
     named,
+    part,
     repeat,
     supervised,
     tap,
@@ -40,7 +46,7 @@ from pipeline import (
 )
 from pipeline.testing import frame
 from pipeline.transform import Chain, Transform
-from pipeline.transforms import AverageWeights, DropNonFinite, SharpnessAware, SkipSpikes
+from pipeline.transforms import AverageWeights, DropNonFinite, PenaliseL1, PenaliseL2, SharpnessAware, SkipSpikes
 
 IN, OUT = 6, 3
 
@@ -200,10 +206,11 @@ CLIPS: list[Transform] = [
     ClipPerParameter(0.3),
     AdaptiveClip(0.1, leave="b"),
 ]
+PENALTIES: list[Transform] = [PenaliseL1(0.1), PenaliseL2(0.1), PenaliseL2(0.1, match="[bs]")]
 
 
 def _clip_case(clip: Transform, kind: str) -> Case:
-    """A clip of gradients that are all dense and real, or also sparse (with duplicates), complex and empty."""
+    """A clip or penalty on gradients that are all dense, or also sparse (with duplicates), complex and empty."""
 
     def make(seed: int) -> tuple[Transform, Frame]:
         if kind == "dense":
@@ -232,6 +239,11 @@ def _skipped_step(seed: int) -> tuple[Transform, Frame]:
     return step, given.having(skip=torch.tensor(True))
 
 
+def _measured_step(seed: int) -> tuple[Transform, Frame]:
+    step, given = _step(seed)
+    return MeasureUpdates(step), given
+
+
 def _spikes(seed: int) -> tuple[Transform, Frame]:
     spikes = SkipSpikes(over=4, least=1)
     given = _window_frame(seed)
@@ -255,6 +267,19 @@ def _sharp(name: str) -> Callable[[int], tuple[Transform, Frame]]:
     return make
 
 
+def _in_backward(name: str, bound: bool) -> Callable[[int], tuple[Transform, Frame]]:
+    """The second update, which finds an optimizer state."""
+
+    def make(seed: int) -> tuple[Transform, Frame]:
+        model = make_model(name, seed)
+        update = UpdateInBackward(Optimizer(torch.optim.AdamW, lr=0.01))
+        step = chain(Forward(model, supervised(F.cross_entropy)), update, EmitEvents())
+        state = fold(step, init(step, model, seed=seed), make_batches(1)).state
+        return step, Frame(state if bound else state.copy(), make_batch(seed))
+
+    return make
+
+
 def _emit(seed: int) -> tuple[Transform, Frame]:
     closed = Window(weight=2.0, reference=3.0, loss=torch.tensor(4.0), micro_batches=2)
     facts = {"grad_norm": torch.tensor(1.0 + seed)}
@@ -265,6 +290,19 @@ def _wrap(wrapper: Callable[[Transform], Transform]) -> Callable[[int], tuple[Tr
     def make(seed: int) -> tuple[Transform, Frame]:
         transform, given = _clip(seed)
         return wrapper(transform), given
+
+    return make
+
+
+def _parts(bound: bool) -> Callable[[int], tuple[Transform, Frame]]:
+    """Two parts in turn, the first of which steps every second time."""
+
+    def make(seed: int) -> tuple[Transform, Frame]:
+        model = make_model("batchnorm", seed)
+        one = Optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+        step = chain(part("first", "0.*", make_step(model, 2, one)), part("rest", ["1.*", "3.*"], make_step(model, 1)))
+        state = init(step, model, seed=seed)
+        return step, Frame(state if bound else state.copy(), make_batch(seed))
 
     return make
 
@@ -291,10 +329,13 @@ CASES = [
     Case("Forward", frozenset({"Forward", "supervised"}), _forward),
     Case("ScaledBackward", frozenset({"ScaledBackward"}), _backward),
     Case("Accumulate", frozenset({"Accumulate"}), _accumulate),
-    *(_clip_case(clip, kind) for clip in CLIPS for kind in ("dense", "odd")),
+    *(_clip_case(clip, kind) for clip in CLIPS + PENALTIES for kind in ("dense", "odd")),
     Case("MaybeStep fused", frozenset({"MaybeStep", "Optimizer"}), _step),
     Case("MaybeStep", frozenset({"MaybeStep", "Optimizer"}), lambda seed: _step(seed, fused=False)),
     Case("MaybeStep skipping", frozenset({"MaybeStep"}), _skipped_step),
+    *(_clip_case(MeasureGradients(), kind) for kind in ("dense", "odd")),
+    Case("MeasureUpdates", frozenset({"MeasureUpdates"}), _measured_step),
+    Case("MeasureNoise", frozenset({"MeasureNoise"}), lambda seed: (MeasureNoise(), _accumulate(seed)[1])),
     Case("DropNonFinite", frozenset({"DropNonFinite"}), lambda seed: (DropNonFinite(), _accumulate(seed)[1])),
     Case("SkipSpikes", frozenset({"SkipSpikes"}), _spikes),
     Case("EmitEvents", frozenset({"EmitEvents"}), _emit),
@@ -304,11 +345,24 @@ CASES = [
     Case("repeat", frozenset({"repeat"}), _wrap(lambda t: repeat(2, t))),
     Case("tap", frozenset({"tap"}), _wrap(lambda t: chain(tap(repr), t))),
     Case("named", frozenset({"named"}), _wrap(lambda t: named("clip", t))),
+    *(
+        Case(f"part, {'bound' if bound else 'functional'}", frozenset({"part"}), _parts(bound))
+        for bound in (True, False)
+    ),
     Case("AverageWeights", frozenset({"AverageWeights"}), lambda seed: _averaged(seed, decay=0.9)),
     Case("AverageWeights, equal", frozenset({"AverageWeights"}), lambda seed: _averaged(seed, decay=None)),
     *(
         Case(f"SharpnessAware, {name}", frozenset({"SharpnessAware"}), _sharp(name))
         for name in ("mlp", "batchnorm", "dropout", "tied")
+    ),
+    *(
+        Case(
+            f"UpdateInBackward, {name}, {'bound' if bound else 'functional'}",
+            frozenset({"UpdateInBackward"}),
+            _in_backward(name, bound),
+        )
+        for name in MODELS
+        for bound in (True, False)
     ),
     Case("chain()", frozenset({"chain"}), lambda seed: (chain(), _window_frame(seed))),
     *(

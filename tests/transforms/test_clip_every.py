@@ -20,10 +20,13 @@ from pipeline import (
     ClipByValue,
     ClipPerParameter,
     Frame,
+    MaybeStep,
     Optimizer,
     Tensors,
+    chain,
     fold,
     init,
+    named,
     supervised,
 )
 from pipeline.errors import MissingFieldError
@@ -263,3 +266,16 @@ def test_sparse_and_dense_gradients_of_one_parameter_add_up_over_a_window(order:
         run = fold(step, init(step, model), [torch.tensor(ids) for ids in order], donate=donate)
         ends.append(run.state.params["table.weight"].detach().clone())
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-6, atol=0.0)
+
+
+@each_clip
+@pytest.mark.parametrize("first", [None, ClipByGlobalNorm(1.0)], ids=["alone", "behind a global clip"])
+def test_no_clip_makes_a_zero_update_of_a_norm_that_is_infinite(clip: Transform, first: Transform | None) -> None:
+    sums = {name: torch.full_like(value, 1e36) for name, value in values(0).items()}  # finite, beyond any norm
+    params = {name: torch.ones_like(value) for name, value in sums.items()}
+    given_ = frame(params, sums=sums, ready=True, update_factor=1.0)
+    clips = [] if first is None else [named("first", first)]
+    step = chain(*clips, clip, MaybeStep(Optimizer(torch.optim.SGD, lr=1.0)))
+    after = step(given_)
+    assert after.applied is False
+    assert_records_equal(dict(after.state.params), params)

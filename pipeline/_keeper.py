@@ -1,0 +1,124 @@
+"""Checkpoints of a fold: saved between two micro-batches, and gone on from."""
+
+from __future__ import annotations
+
+import secrets
+import warnings
+from collections.abc import Iterable
+
+import attrs
+
+from pipeline._driver import Driver
+from pipeline._publisher import Publisher, stamp
+from pipeline.checkpoint import Checkpoint, CheckpointStore, CheckpointWarning
+from pipeline.checkpoint._adopted import adopted
+from pipeline.errors import CheckpointError
+from pipeline.events import CheckpointSaved, EvalDone, Event, Rewound
+from pipeline.records import Window
+from pipeline.stream import go_to, place_of
+
+Here = tuple[int, int, bool]
+
+
+class Keeper:
+    """Saves what is asked for, and puts a run where another one was."""
+
+    def __init__(self, store: CheckpointStore | None, driver: Driver, publisher: Publisher) -> None:
+        self.store, self.driver, self.publisher = store, driver, publisher
+        self.watched = driver.watched
+        self.run = secrets.token_hex(8)
+        self._measures: dict[str, float] = {}
+        self._measured_at = 0  # the update whose weights these are of
+        self._kept: Here | None = None  # the boundary of the newest checkpoint
+
+    def note(self, events: Iterable[Event]) -> None:
+        """Remember what the evaluations gave for the weights as they are."""
+        for event in events:
+            if isinstance(event, EvalDone):
+                if event.update != self._measured_at:
+                    self._measures, self._measured_at = {}, event.update
+                self._measures |= {name: float(value) for name, value in event.values.items()}
+                self._kept = None  # a checkpoint of these weights does not have them yet
+
+    def asked_for(self) -> tuple[Event, ...]:
+        """Save or rewind, if a monitor asked for it; what then happened."""
+        rewinds, self.watched.rewinds = self.watched.rewinds, []
+        saves, self.watched.saves = self.watched.saves, []
+        if rewinds:
+            return (self._rewound(rewinds[0].to, tuple(rewind.reason for rewind in rewinds)),)
+        return self._saved(tuple(saves)) if saves else ()
+
+    def at_the_end(self) -> tuple[Event, ...]:
+        """Save before the run closes what is open. No event tells of an interruption: going on undoes it."""
+        if self.store is None:
+            return ()
+        return self._saved(self.driver.ended, is_told_of=not self.watched.interrupted)
+
+    def _here(self) -> Here:
+        progress = self.watched.state.progress
+        return progress.micro_steps, progress.windows, self.driver.place.in_epoch
+
+    def _saved(self, reasons: tuple[str, ...], *, is_told_of: bool = True) -> tuple[Event, ...]:
+        if self._here() == self._kept:
+            return ()
+        store = self._store(f"save a checkpoint ({', '.join(reasons)})")
+        self.publisher.audience.sync()
+        checkpoint = self._checkpoint(reasons, is_told_of)
+        path = store.save(checkpoint)
+        self._kept = self._here()
+        return (_told_of(checkpoint, path.name),) if is_told_of else ()
+
+    def _store(self, what: str) -> CheckpointStore:
+        if self.store is None:
+            raise CheckpointError(f'A monitor asks to {what}, and the fold has no store: fold(..., store="runs/a").')
+        return self.store
+
+    def _checkpoint(self, reasons: tuple[str, ...], is_told_of: bool) -> Checkpoint:
+        publisher, state = self.publisher, self.watched.state
+        late, pending = publisher.unpublished()
+        is_measured = self._measured_at == state.progress.updates
+        place = self.driver.place
+        return Checkpoint(
+            state=state,
+            place=place,
+            stream=place_of(self.driver.stream, place.read if place.in_epoch else 0),
+            accumulators=publisher.audience.by_name(),
+            told=publisher.told,
+            pending=(*late, *pending),
+            under_way=len(late),
+            is_told_of=is_told_of,
+            reasons=reasons,
+            time=self.driver.clock(),
+            measures=dict(self._measures) if is_measured else {},
+            run=self.run,
+        )
+
+    def _rewound(self, to: str, reasons: tuple[str, ...]) -> Event:
+        store = self._store(f"rewind ({', '.join(reasons)})")
+        store.wait()
+        path, checkpoint = store.find(to)
+        before = self.watched.state
+        self._measures, self._kept = {}, None
+        state = adopted(before, checkpoint.state)
+        self.watched.state = attrs.evolve(
+            state, progress=before.progress, rng=before.rng, window=Window(), rate_factor=before.rate_factor
+        )
+        return Rewound(**stamp(before.progress, self.driver.clock()), path=path.name, reasons=reasons)
+
+    def go_on_from(self, checkpoint: Checkpoint, name: str) -> tuple[Event, ...]:
+        """Put the run where the checkpoint was saved; what has to be told of again."""
+        watched, stream = self.watched, self.driver.stream
+        to_pass_over = go_to(stream, checkpoint.stream)
+        watched.state = adopted(watched.state, checkpoint.state)
+        self.driver.go_on_from(checkpoint.place, to_pass_over)
+        for who in self.publisher.go_on_from(checkpoint):
+            warnings.warn(who, CheckpointWarning, stacklevel=4)
+        self.run = checkpoint.run or self.run
+        self._measures, self._measured_at = dict(checkpoint.measures), watched.state.progress.updates
+        self._kept = self._here()
+        return (_told_of(checkpoint, name),) if checkpoint.is_told_of else ()
+
+
+def _told_of(checkpoint: Checkpoint, name: str) -> CheckpointSaved:
+    at = stamp(checkpoint.state.progress, checkpoint.time)
+    return CheckpointSaved(**at, path=name, reasons=checkpoint.reasons)

@@ -1,0 +1,124 @@
+"""Data that lies there to be read at any place: a map-style dataset, or tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import TensorDataset, default_collate
+
+from pipeline.errors import SettingError
+from pipeline.stream._guard import Errors, Guard
+from pipeline.stream._indexed import Indexed, Indices, Pass, numbers, shifted
+
+
+class _Data(Indexed):
+    """Where the rows of an order come from at last."""
+
+    size: int
+
+    @property
+    def rows(self) -> int:
+        return self.size
+
+    @property
+    def order(self) -> str:
+        return f"{self.size} rows"
+
+    def count(self, start: int) -> int:
+        return self.size - start
+
+    def locate(self, at: Pass, index: int) -> tuple[int, int]:
+        return at.epoch, at.start + index
+
+
+class Rows(_Data):
+    """The items of a dataset that has `__getitem__` and `__len__`."""
+
+    def __init__(self, dataset: Sequence[Any], seed: int, errors: Errors) -> None:
+        super().__init__()
+        self.dataset, self.size, self.seed = dataset, len(dataset), seed
+        self.is_plain = type(dataset) in (list, tuple, range)
+        self._guard = Guard(repr(self), errors)
+        self._whole: Callable[[list[int]], list[Any]] | None = getattr(dataset, "__getitems__", None)
+        self._told: int | None = None  # of which epoch the dataset knows
+
+    def fetch(self, at: Pass, indices: Indices) -> list[Any]:
+        if self._told != at.epoch:
+            tell_epoch(self.dataset, at.epoch)
+            self._told = at.epoch
+        rows = numbers(shifted(indices, at.start))
+        if self._whole is not None and self._guard.errors == "raise":
+            try:
+                return list(self._whole(rows))
+            except Exception as error:
+                self._guard.take(error, f"indices {rows} of the dataset, all at once")
+        items: list[Any] = []
+        for row in rows:
+            try:
+                items.append(self.dataset[row])
+            except Exception as error:
+                self._guard.take(error, f"index {row} of the dataset")
+                items.append(None)
+        return items
+
+    @property
+    def skipped(self) -> int:
+        return self._guard.skipped
+
+    def __repr__(self) -> str:
+        return f"source({type(self.dataset).__name__} of {self.size})"
+
+
+class Columns(_Data):
+    """Rows of tensors: a batch is one read from each tensor, and no row is made for it."""
+
+    gathers = True
+
+    def __init__(self, columns: Any) -> None:
+        super().__init__()
+        self._leaves, form = pytree.tree_flatten(tuple(columns.tensors) if type(columns) is TensorDataset else columns)
+        self.size = len(self._leaves[0])
+        sizes = {len(leaf) for leaf in self._leaves}
+        if len(sizes) > 1:
+            raise SettingError("source(data)", "tensors with the same number of rows", sorted(sizes))
+        self._row = self._batch = form
+        if self.size:  # a batch of tuples is a list there
+            self._batch = pytree.tree_structure(default_collate(self.fetch(Pass(), range(1))))
+
+    def fetch(self, at: Pass, indices: Indices) -> list[Any]:
+        rows = numbers(shifted(indices, at.start))
+        return [pytree.tree_unflatten([leaf[row] for leaf in self._leaves], self._row) for row in rows]
+
+    def gather(self, at: Pass, indices: Indices) -> Any:
+        rows = shifted(indices, at.start)
+        if not len(rows):
+            return None
+        if isinstance(rows, range):
+            part = slice(rows.start, rows.stop, rows.step)
+            taken = [leaf[part].clone() for leaf in self._leaves]  # a batch is the user's to change
+        else:
+            taken = [torch.index_select(leaf, 0, rows.to(leaf.device)) for leaf in self._leaves]
+        return pytree.tree_unflatten(taken, self._batch)
+
+    def __repr__(self) -> str:
+        return f"source(tensors of {self.size})"
+
+
+def are_columns(data: object) -> bool:
+    """Whether these are tensors with a row for each item: one, or a tuple, a NamedTuple or a dict of them."""
+    if type(data) is TensorDataset:
+        return bool(data.tensors)
+    if isinstance(data, (Tensor, tuple, dict)):
+        leaves: list[Any] = pytree.tree_leaves(data)
+        return bool(leaves) and all(isinstance(leaf, Tensor) and leaf.ndim > 0 for leaf in leaves)
+    return False
+
+
+def tell_epoch(data: object, epoch: int) -> None:
+    """Tell a dataset that wants to know it which epoch comes."""
+    if hasattr(data, "set_epoch"):
+        data.set_epoch(epoch)  # pyright: ignore[reportAttributeAccessIssue]

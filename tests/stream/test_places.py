@@ -1,0 +1,228 @@
+"""The place of any stream, and the way back there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from pipeline import stream
+from pipeline.errors import PlaceError, StreamError
+from pipeline.stream import Threads
+from tests.stream.cases import carried, read
+
+
+def number(batch: Any) -> Any:
+    return batch.tolist() if hasattr(batch, "tolist") else batch
+
+
+def gone_on(build: Any, read_: int, rewrap: Any = carried) -> list[Any]:
+    """What comes behind the place that is `read_` items into an epoch, in a fresh stream."""
+    first, other = build(), build()
+    iterator = iter(first)
+    for _ in range(read_):
+        next(iterator)
+    place = rewrap(stream.place_of(first, read_))
+    to_pass_over = stream.go_to(other, place)
+    return [number(item) for item in islice(iter(other), to_pass_over, None)]
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: stream.batches(range(10), 2, shuffle=True),
+        lambda: stream.batches(range(10), 2, shuffle=True, workers=Threads(2), ahead=1),
+        lambda: stream.shuffle(lambda epoch: range(5), buffer=3),
+        lambda: [1, 2, 3, 4, 5],
+        lambda: DataLoader(range(10), 2),
+    ],
+    ids=["node", "node with workers", "node over an iterable", "list", "DataLoader"],
+)
+def test_whatever_is_read_again_goes_on_where_it_was(build: Any) -> None:
+    uncut = [number(item) for item in build()]
+    assert len(uncut) == 5
+    for read_ in range(6):
+        assert gone_on(build, read_) == uncut[read_:]
+
+
+# It warns itself of a call that torch has deprecated.
+its_own_warning = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+
+
+@its_own_warning
+def test_a_stateful_data_loader_keeps_its_own_place() -> None:
+    def build() -> Any:
+        return StatefulDataLoader(range(10), 2)
+
+    uncut = [number(item) for item in build()]
+    for read_ in range(1, 5):
+        assert gone_on(build, read_, rewrap=lambda place: place) == uncut[read_:]
+    place = stream.place_of(build(), 0)
+    assert stream.go_to(build(), place) == 0
+
+
+@its_own_warning
+def test_a_stateful_data_loader_may_be_the_source_of_a_stream() -> None:
+    def build() -> Any:
+        return stream.prefetch(StatefulDataLoader(range(10), 2), 2)
+
+    uncut = [number(item) for item in read(build(), 11)]
+    for cut in range(11):
+        node, other = build(), build()
+        read(node, cut)
+        other.load_state_dict(node.state_dict())
+        assert read(other, 11 - cut) == uncut[cut:]
+        node.close()
+        other.close()
+
+
+def test_a_generator_has_no_way_back_and_says_what_to_give_instead() -> None:
+    def numbers() -> Iterator[int]:
+        yield from range(5)
+
+    place = stream.place_of(numbers(), 2)
+    with pytest.raises(StreamError, match=r"A generator has no way back to its item 2: .*source\(lambda epoch"):
+        stream.go_to(numbers(), place)
+    assert stream.go_to(numbers(), stream.place_of(numbers(), 0)) == 0
+    assert stream.is_read_once(numbers())
+    assert not any(map(stream.is_read_once, ([1], DataLoader(range(3)), stream.source(numbers()))))
+
+
+def test_nor_has_a_node_over_one() -> None:
+    node = stream.source(iter(range(5)))
+    read(node, 2)
+    other = stream.source(iter(range(5)))
+    with pytest.raises(PlaceError, match="can be read only once"):
+        other.load_state_dict(node.state_dict())
+    assert [*other] == [0, 1, 2, 3, 4]
+    with pytest.raises(StreamError, match="a function of the epoch that makes it"):
+        next(iter(other))
+    node.load_state_dict(node.state_dict())  # it stands there
+    assert next(node) == 2
+
+
+def test_a_place_of_a_node_is_no_place_of_another() -> None:
+    shuffled = stream.shuffle(range(10))
+    for other, says in (
+        (stream.filter(range(10), bool), "with node 'filter', got 'rows'"),
+        (stream.shuffle(range(9)), "in 9 rows, shuffled with seed 0, got 'row 0 of 10 rows"),
+        (stream.shuffle(range(10), seed=1), "shuffled with seed 1"),
+        (stream.source(range(10)), "in 10 rows"),
+        (stream.weighted(range(10), [1] * 10), "weighted"),
+    ):
+        read(other, 1)
+        before = other.state_dict()
+        with pytest.raises(PlaceError, match=says):
+            other.load_state_dict(shuffled.state_dict())
+        assert other.state_dict() == before
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        lambda state: {},
+        lambda state: {**state, "version": 2},
+        lambda state: {**state, "row": 11},
+        lambda state: {**state, "row": -1},
+        lambda state: {name: value for name, value in state.items() if name != "epoch"},
+        lambda state: {**state, "row": "three"},
+    ],
+)
+def test_what_is_no_place_is_refused_and_the_stream_stays(broken: Any) -> None:
+    node = stream.batch(stream.shuffle(range(10)), 2, collate=list)
+    first = next(node)
+    with pytest.raises(PlaceError):
+        node.load_state_dict(broken(node.state_dict()))
+    node.load_state_dict(node.state_dict())
+    assert [first, *node] == [*stream.batch(stream.shuffle(range(10)), 2, collate=list)]
+
+
+def test_nested_rubbish_is_refused_too() -> None:
+    node = stream.batch(stream.filter(range(10), bool), 2, collate=list)
+    read(node, 1)
+    for state in ({**node.state_dict(), "source": 3}, {**node.state_dict(), "source": {}}):
+        with pytest.raises(PlaceError):
+            node.load_state_dict(state)
+    assert next(node) == [3, 4]
+
+
+def test_an_iterable_that_has_become_shorter_is_told() -> None:
+    node, other = stream.source(lambda epoch: range(5)), stream.source(lambda epoch: range(3))
+    read(node, 4)
+    other.load_state_dict(node.state_dict())
+    with pytest.raises(PlaceError, match="in its 3 items, got 'item 4'"):
+        next(other)
+
+
+class Untouched:
+    """Ten million items, none of which may be looked at."""
+
+    def __len__(self) -> int:
+        return 10**7
+
+    def __getitem__(self, index: int) -> int:
+        raise AssertionError("read")
+
+
+def test_going_to_a_place_reads_nothing_and_takes_no_time_where_any_place_can_be_read() -> None:
+    node = stream.batches(Untouched(), 32, shuffle=True)
+    place = {**node.state_dict(), "row": 32 * 200_000}
+    times = []
+    for _ in range(5):
+        fresh = stream.batches(Untouched(), 32, shuffle=True)
+        began = time.perf_counter()
+        fresh.load_state_dict(place)
+        assert fresh.state_dict() == place
+        times.append(time.perf_counter() - began)
+    assert min(times) < 0.05
+
+
+def test_and_the_first_item_there_is_found_in_no_time_either() -> None:
+    times = []
+    for _ in range(5):
+        node = stream.batches(range(10**7), 32, shuffle=True)
+        began = time.perf_counter()
+        node.load_state_dict({**node.state_dict(), "row": 32 * 200_000})
+        next(node)
+        times.append(time.perf_counter() - began)
+    assert min(times) < 0.05
+
+
+class Counting:
+    """An iterable that counts what is read of it."""
+
+    def __init__(self) -> None:
+        self.read = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for i in range(100):
+            self.read += 1
+            yield i
+
+
+def test_a_buffer_is_filled_again_and_nothing_before_it_is_made() -> None:
+    made: list[int] = []
+
+    def make(x: int) -> int:
+        made.append(x)
+        return x
+
+    def build() -> Any:
+        return stream.shuffle(stream.filter(stream.map(range(100), make), lambda x: True), buffer=10)
+
+    node, other = build(), build()
+    read(node, 57)
+    other.load_state_dict(node.state_dict())
+    made.clear()
+    assert [*other] == [*node]
+    assert sorted(made[: len(made) // 2 + 30])[0] == 50
+
+
+def test_streams_of_any_kind_are_iterables_for_a_type_checker() -> None:
+    stream_: Iterable[Any] = stream.batches(range(3), 1)
+    assert len([*stream_]) == 3

@@ -1,7 +1,7 @@
 """Train a small convolutional network to read handwritten digits, through a composed step.
 
 The data are the 1,797 images of 8 × 8 pixels that scikit-learn ships. `make train` runs this; a run's folder gets
-`events.jsonl`, `weights.npz` and `summary.json`, and a run into the same folder replaces them.
+`events.jsonl`, `weights.npz` and `summary.json`; a further run there replaces them, but for the log, which moves aside.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pipeline import checkpoint, errors, events, monitors, schedules, sinks, stream, testing
     from pipeline.checkpoint import CheckpointStore, export, load_weights
     from pipeline.combinators import branch, every, repeat, tap, when
+    from pipeline.ensembles import ensemble, sweep
     from pipeline.evaluation import Evaluation, EveryEpoch, EveryUpdates
     from pipeline.initialisation import initialise
     from pipeline.loop import apply, fold, init, scan
@@ -103,6 +104,7 @@ __all__ = [
     "branch",
     "chain",
     "checkpoint",
+    "ensemble",
     "errors",
     "events",
     "every",
@@ -126,6 +128,7 @@ __all__ = [
     "sinks",
     "stream",
     "supervised",
+    "sweep",
     "tap",
     "testing",
     "when",
@@ -134,6 +137,7 @@ __all__ = [
 _HOMES = {
     "checkpoint": ("CheckpointStore", "export", "load_weights"),
     "combinators": ("branch", "every", "repeat", "tap", "when"),
+    "ensembles": ("ensemble", "sweep"),
     "evaluation": ("Evaluation", "EveryEpoch", "EveryUpdates"),
     "initialisation": ("initialise",),
     "loop": ("apply", "fold", "init", "scan"),

@@ -43,7 +43,9 @@ def load(params: Tensors, buffers: Tensors, model: nn.Module, update: int) -> tu
     problems: dict[str, list[str]] = {"missing": [], "unexpected": [], "differing": []}
     matched = [_match(given, there, tied, problems) for given, there in zip((params, buffers), targets, strict=True)]
     if any(problems.values()):
-        raise StateMismatchError(type(model).__name__, **problems)
+        raise StateMismatchError(
+            type(model).__name__, problems["missing"], problems["unexpected"], problems["differing"]
+        )
     with torch.no_grad():
         for values, there, kind in zip(matched, targets, ("params", "buffers"), strict=True):
             changed = [name for name, tensor in values.items() if there[name] is not tensor]

@@ -108,11 +108,11 @@ class Keeper:
     def go_on_from(self, checkpoint: Checkpoint, name: str) -> tuple[Event, ...]:
         """Put the run where the checkpoint was saved; what has to be told of again."""
         watched, stream = self.watched, self.driver.stream
-        to_pass_over = go_to(stream, checkpoint.stream)
+        to_pass_over = 0 if checkpoint.stream is None else go_to(stream, checkpoint.stream)
         watched.state = adopted(watched.state, checkpoint.state)
         self.driver.go_on_from(checkpoint.place, to_pass_over)
         for who in self.publisher.go_on_from(checkpoint):
-            warnings.warn(who, CheckpointWarning, stacklevel=4)
+            warnings.warn(who, CheckpointWarning, stacklevel=3)
         self.run = checkpoint.run or self.run
         self._measures, self._measured_at = dict(checkpoint.measures), watched.state.progress.updates
         self._kept = self._here()

@@ -573,7 +573,10 @@ class TestMonitorsInAFold:
         stopping = monitors.EarlyStopping("val_loss", patience=2)
         run = fold(step, state, make_batches(3), monitors=[stopping], until=Epochs(50), evaluations=[evaluation(model)])
         assert run.state.progress.epoch == 3
-        assert run.stopped_by == (next(iter(stopping.signals((run.results["EarlyStopping"]["best"], 2, 2)))).reason,)
+        best = run.results["EarlyStopping"]["best"]
+        (reason,) = run.stopped_by
+        assert reason.startswith("EarlyStopping: val_loss no better for 2 evaluations")
+        assert f"best {best:.6g} at update 2" in reason
         assert run.results["EarlyStopping"]["waited"] == 2
 
     def test_a_monitor_that_watches_nothing_is_told_at_once(self) -> None:

@@ -33,10 +33,10 @@ from pipeline.checkpoint._manifest import (
 )
 from pipeline.errors import CheckpointError, DamagedCheckpointError
 
-__all__ = ["Written", "apart", "read", "verify", "write"]
+__all__ = ["Written", "read", "verify", "write", "write_tensors"]
 
-_SHARD = 1 << 28  # bytes of tensors in one file: each is hashed while the next is written
-_READERS = 4  # files hashed at once
+_SHARD = 1 << 26  # bytes of tensors in one file: some are hashed while the next is written
+_HASHERS = 4  # files hashed at once
 
 
 @attrs.frozen(eq=False)
@@ -73,11 +73,11 @@ def write(folder: Path, written: Written) -> None:
 
 
 def _fill(folder: Path, written: Written) -> None:
-    with ThreadPoolExecutor(1, thread_name_prefix="checkpoint") as pool:
+    with ThreadPoolExecutor(_HASHERS, thread_name_prefix="checkpoint") as pool:
         sealed: dict[str, Future[Sealed]] = {}
         for number, shard in enumerate(_shards(written.tensors)):
             path = folder / tensors_name(number)
-            save_file(apart(shard), path)
+            write_tensors(path, shard)
             sealed[path.name] = pool.submit(_sealed, path)
         (folder / STATE).write_text(json.dumps(written.state, allow_nan=False), encoding="utf-8")
         sealed[STATE] = pool.submit(_sealed, folder / STATE)
@@ -100,7 +100,15 @@ def _shards(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         yield shard
 
 
-def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write a file of safetensors, which those may read who may read any new file here."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(_apart(tensors), path, metadata)
+    path.chmod(mode)  # safetensors lets its owner alone read it
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors in memory of their own, row by row: safetensors refuses those that share it."""
     seen: set[tuple[str, int]] = set()
     own: dict[str, Tensor] = {}
@@ -124,7 +132,7 @@ def verify(folder: Path) -> Manifest:
     Raises: as `read_manifest`.
     """
     manifest = read_manifest(folder)
-    with ThreadPoolExecutor(_READERS, thread_name_prefix="checkpoint") as pool:
+    with ThreadPoolExecutor(_HASHERS, thread_name_prefix="checkpoint") as pool:
         problems = pool.map(_problem, [folder / name for name in manifest.files], manifest.files.values())
         for name, problem in zip(manifest.files, problems, strict=True):
             if problem:

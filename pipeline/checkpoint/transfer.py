@@ -11,13 +11,13 @@ from typing import Any
 import attrs
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from pipeline._binding import tied_names
 from pipeline.checkpoint._adopted import Problems
 from pipeline.checkpoint._disk import flush, partial, remove
-from pipeline.checkpoint._folder import apart
+from pipeline.checkpoint._folder import write_tensors
 from pipeline.checkpoint.record import Checkpoint
 from pipeline.checkpoint.store import load_checkpoint
 from pipeline.errors import CheckpointError, SettingError
@@ -66,7 +66,7 @@ def export(
     unfinished = partial(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(apart(found), unfinished, metadata={"format": "pt"})
+        write_tensors(unfinished, found, {"format": "pt"})
         flush(unfinished)
         unfinished.replace(path)
         flush(path.parent)

@@ -178,7 +178,9 @@ class _ProcessCrew:
         why = f"(pid {worker.process.pid}) died with exit code {worker.process.exitcode}, at this item or the next"
         cure = "look at what it wrote to stderr; a negative code is a signal, and -9 often means that memory ran out"
         if not worker.has_answered:
-            cure += '; a script must keep what it runs under `if __name__ == "__main__":`, and a notebook import its functions'
+            cure += (
+                '; a script must keep what it runs under `if __name__ == "__main__":`, a notebook import its functions'
+            )
         for number in worker.jobs:
             self._lost.append((number, Failed(WorkerError("A worker process", why, cure))))
         worker.line.close()

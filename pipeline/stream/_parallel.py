@@ -82,8 +82,8 @@ class Parallel(Ahead):
 
     def next(self) -> Any:
         self.found()
+        self._fill()
         try:
-            self._fill()
             entry = self._flight[0]
             while entry.outcome is None and not entry.is_last:
                 number, outcome = self._staff().collect()
@@ -105,19 +105,27 @@ class Parallel(Ahead):
 
     def _fill(self) -> None:
         """Read ahead as far as there is room."""
-        while len(self._flight) < self._room and not (self._flight and self._flight[-1].is_last):
-            payload, outcome = None, None
-            try:
-                payload = self._payload()
-            except StopIteration:
-                pass
-            except Exception as error:
-                outcome = Failed(error)
-            entry = _Entry(self._number, payload, self.source.state_dict(), self.source.epoch, outcome)
-            if payload is not None:
-                self._staff().give(self._number, payload)
-            self._flight.append(entry)
-            self._number += 1
+        try:
+            while len(self._flight) < self._room and not (self._flight and self._flight[-1].is_last):
+                entry = self._entry()
+                if entry.payload is not None:
+                    self._staff().give(entry.number, entry.payload)
+                self._flight.append(entry)
+                self._number += 1
+        except BaseException:  # an interruption, or a crew that cannot start: the source is one further by now
+            self.is_astray = True
+            self.close()
+            raise
+
+    def _entry(self) -> _Entry:
+        payload, outcome = None, None
+        try:
+            payload = self._payload()
+        except StopIteration:
+            pass
+        except Exception as error:
+            outcome = Failed(error)
+        return _Entry(self._number, payload, self.source.state_dict(), self.source.epoch, outcome)
 
     def _where(self, payload: tuple[Any, ...] | None) -> str:
         if payload is None:

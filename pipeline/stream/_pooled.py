@@ -40,16 +40,13 @@ class Pooled(Chained):
 
     def next(self) -> Any:
         if self._starts is None:
-            given = self._given
-            self._turn()
-            self._given = given
-        if self._given >= len(self._parts):
-            if self._starts is not None and self._parts:
-                self._pool += 1
-            self._turn()
-            if not self._parts:
+            self._turn(self._given)
+        while self._given >= len(self._parts):
+            if self.ended and not self._coming:
                 self._forget(0, 0)
                 raise self.end()
+            self._pool += 1
+            self._turn(0)
         made = self.finished(self._parts[self._given])
         self._parts[self._given] = None
         self._given += 1
@@ -62,14 +59,14 @@ class Pooled(Chained):
             self._coming_starts = self.source.state_dict()
         self._coming += self.pull(min(n, self.size - len(self._coming)))
 
-    def _turn(self) -> None:
-        """The next pool becomes the present one."""
+    def _turn(self, given: int) -> None:
+        """The next pool becomes the present one, of which so much was given out."""
         self._read(self.size)
         items, self._starts = self._coming, self._coming_starts
         self._coming, self._coming_starts = [], None
         self._parts = self.arranged(items, key(self.seed, POOL, *self.address(self.epoch, self._pool)))
         self._pace = -(-len(items) // max(1, len(self._parts)))
-        self._given = 0
+        self._given = given
 
     def to_epoch(self, epoch: int) -> None:
         super().to_epoch(epoch)

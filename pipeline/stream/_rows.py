@@ -38,10 +38,10 @@ class _Data(Indexed):
 class Rows(_Data):
     """The items of a dataset that has `__getitem__` and `__len__`."""
 
-    def __init__(self, dataset: Sequence[Any], seed: int, errors: Errors) -> None:
+    def __init__(self, dataset: Sequence[Any], seed: int | None, errors: Errors) -> None:
         super().__init__()
-        self.dataset, self.size, self.seed = dataset, len(dataset), seed
-        self.is_plain = type(dataset) in (list, tuple, range)
+        self.dataset, self.size, self.seed = dataset, len(dataset), seed or 0
+        self.is_plain = seed is None or type(dataset) in (list, tuple, range)
         self._guard = Guard(repr(self), errors)
         self._whole: Callable[[list[int]], list[Any]] | None = getattr(dataset, "__getitems__", None)
         self._told: int | None = None  # of which epoch the dataset knows
@@ -84,7 +84,8 @@ class Columns(_Data):
         self.size = len(self._leaves[0])
         sizes = {len(leaf) for leaf in self._leaves}
         if len(sizes) > 1:
-            raise SettingError("source(data)", "tensors with the same number of rows", sorted(sizes))
+            cure = "A list of tensors is a list of items."
+            raise SettingError("source(data)", "tensors with the same number of rows", sorted(sizes), cure)
         self._row = self._batch = form
         if self.size:  # a batch of tuples is a list there
             self._batch = pytree.tree_structure(default_collate(self.fetch(Pass(), range(1))))
@@ -112,10 +113,13 @@ def are_columns(data: object) -> bool:
     """Whether these are tensors with a row for each item: one, or a tuple, a NamedTuple or a dict of them."""
     if type(data) is TensorDataset:
         return bool(data.tensors)
+    is_any = False
     if isinstance(data, (Tensor, tuple, dict)):
-        leaves: list[Any] = pytree.tree_leaves(data)
-        return bool(leaves) and all(isinstance(leaf, Tensor) and leaf.ndim > 0 for leaf in leaves)
-    return False
+        for leaf in pytree.tree_iter(data):
+            if not isinstance(leaf, Tensor) or not leaf.ndim:
+                return False
+            is_any = True
+    return is_any
 
 
 def tell_epoch(data: object, epoch: int) -> None:

@@ -44,6 +44,11 @@ class Ahead(Transparent):
         super().__init__(source)
         self._settle()
 
+    def _settle(self) -> None:
+        """Nothing is read ahead: the source stands where this node does."""
+        self._place: tuple[dict[str, Any], int] | None = None  # and its epoch
+        self.is_astray = False
+
     def halt(self) -> None:
         """End the threads and processes that are this node's own; what they have read stays."""
         raise NotImplementedError
@@ -52,27 +57,25 @@ class Ahead(Transparent):
         """Halt, and forget what was read ahead."""
         raise NotImplementedError
 
-    def _settle(self) -> None:
-        self._place, self._epoch = self.source.state_dict(), self.source.epoch
-        self.is_astray = False
-
     def gave(self, place: dict[str, Any], epoch: int) -> None:
         """An item, or the epoch's end, goes out: this is where the source stood after it."""
-        self._place, self._epoch = place, epoch
+        self._place = (place, epoch)
 
     def found(self) -> None:
-        """After an error the source is somewhere: go back to the place of this node, to read on from there."""
+        """Before reading on: the place is noted down, and after an error the source goes back there."""
+        if self._place is None:
+            self._place = (self.source.state_dict(), self.source.epoch)
         if self.is_astray:
             self.drop()
-            self.source.reset(self._place)
+            self.source.reset(self._place[0])
             self.is_astray = False
 
     @property
     def epoch(self) -> int:
-        return self._epoch
+        return self.source.epoch if self._place is None else self._place[1]
 
     def _noted(self) -> dict[str, Any]:
-        return copy.deepcopy(self._place)
+        return self.source.state_dict() if self._place is None else copy.deepcopy(self._place[0])
 
     def _go(self, state: dict[str, Any]) -> None:
         self.drop()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch.utils.data import default_collate
@@ -10,14 +10,13 @@ from torch.utils.data import default_collate
 from pipeline._checks import whole
 from pipeline.errors import SettingError
 from pipeline.stream._chained import Chained
+from pipeline.stream._collate import Collate, collated
 from pipeline.stream._indexed import Indexed, Indices, Layer, Pass, numbers
 from pipeline.stream._trees import pieces
 from pipeline.stream.node import Node
 from pipeline.stream.sources import source
 
 __all__ = ["batch", "split"]
-
-Collate = Callable[[list[Any]], Any]
 
 
 def batch(data: Any, size: int, *, drop_last: bool = False, collate: Collate = default_collate) -> Node:
@@ -37,19 +36,6 @@ def batch(data: Any, size: int, *, drop_last: bool = False, collate: Collate = d
     node = source(data)
     kind = _BatchedRows if isinstance(node, Indexed) else _Batched
     return kind(node, size, drop_last, collate)  # pyright: ignore[reportArgumentType]
-
-
-def collated(collate: Collate, items: list[Any]) -> Any:
-    """One batch."""
-    there = [item for item in items if item is not None]
-    try:
-        return collate(there) if there else None
-    except Exception as error:
-        if isinstance(error, StopIteration):
-            raise RuntimeError("A collate function raised StopIteration") from error
-        cure = "; for items of several sizes give a `collate` that pads them" if collate is default_collate else ""
-        error.add_note(f"in the collate function of a batch of {len(there)}{cure}")
-        raise
 
 
 class _BatchedRows(Layer):

@@ -97,8 +97,7 @@ class _Unfolded(Chained):
 
 
 def lines(paths: Any) -> Node:
-    """The lines of text files, in UTF-8, without the end of the line. A place is a number of bytes: going there is a
-    seek.
+    """The lines of text files, in UTF-8, without their ends. A place is a number of bytes: going there is a seek.
 
     Args: paths: one, or several in their order, or a stream of them: `lines(shuffle(paths))` reads the files in another
           order in each epoch, `lines(shard(paths, rank, world))` those of this rank.

@@ -10,10 +10,10 @@ from torch.utils.data import default_collate
 
 from pipeline._checks import whole
 from pipeline.errors import SettingError, StreamError
+from pipeline.stream._collate import Collate, collated
 from pipeline.stream._guard import Guard
 from pipeline.stream._keys import generator
 from pipeline.stream._pooled import Pooled
-from pipeline.stream.batching import Collate, collated
 from pipeline.stream.node import Node
 from pipeline.stream.sources import source
 

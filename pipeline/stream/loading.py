@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
+from pipeline.stream._collate import Collate
 from pipeline.stream._guard import Errors
 from pipeline.stream._indexed import Indexed
 from pipeline.stream._parallel import Workers, checked
-from pipeline.stream.batching import Collate, batch
+from pipeline.stream.batching import batch
 from pipeline.stream.devices import pinned, to_device
 from pipeline.stream.mapping import map
 from pipeline.stream.node import Node

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,8 +31,9 @@ def map(
     """`function(item)` in place of each item. None stands for nothing, and passes by.
 
     With a `seed` it is `function(item, generator)`: a `torch.Generator` that starts from the seed, the epoch and the
-    item's place, so that an item comes out the same whoever works on it, here, in threads or in processes. What draws
-    from the default generators of torch, Python and numpy is kept the same as well, except in threads.
+    item's place, so that an item comes out the same whoever works on it, here, in threads or in processes. The default
+    generators of torch, Python and numpy are set likewise in processes, and here for data that can be read at any
+    place; threads leave them alone.
 
     Args:   data: a stream, or what `source` takes; errors: "raise", or "skip" for None in place of an item on which the
             function raised, counted in `skipped`; workers: see `prefetch`.
@@ -40,7 +42,7 @@ def map(
     if not callable(function):
         raise SettingError("map(function)", "a function of an item", function)
     node, crew = source(data), checked("map(workers)", workers)
-    call = _Call(function, seed, errors)
+    call = _Call(function, seed, node.maps, errors)
     if isinstance(node, Indexed):
         mapped = _MappedRows(node, call)
         return mapped if crew is None else Parallel(mapped, crew)
@@ -50,25 +52,27 @@ def map(
 class _Call:
     """The function with what it needs besides the item; the job of a worker."""
 
-    def __init__(self, function: Callable[..., Any], seed: int | None, errors: Errors) -> None:
+    def __init__(self, function: Callable[..., Any], seed: int | None, level: int, errors: Errors) -> None:
         self.function, self.seed = function, seed
+        self.level = level  # so that two functions in a row, with one seed, draw different numbers
         self.guard = Guard(f"map({name_of(function)})", errors)
 
-    def on(self, item: Any, epoch: int, place: int) -> Any:
+    def on(self, item: Any, place: Callable[[], tuple[int, int]]) -> Any:
         """The function on one item."""
         if item is None:
             return None
         try:
             if self.seed is None:
                 return self.function(item)
-            return self.function(item, generator(key(self.seed, ITEM, epoch, place)))
+            return self.function(item, generator(key(self.seed, ITEM, self.level, *place())))
         except Exception as error:
-            return self.guard.take(error, f"item {place} of epoch {epoch}")
+            epoch, index = place()
+            return self.guard.take(error, f"item {index} of epoch {epoch}")
 
     def __call__(self, *payload: Any) -> Any:
-        item, epoch, place = payload
-        with defaults_from(key(DEFAULTS, epoch, place)):
-            return self.on(item, epoch, place)
+        item, epoch, index = payload
+        with defaults_from(key(DEFAULTS, self.level, epoch, index)):
+            return self.on(item, lambda: (epoch, index))
 
     @property
     def skipped(self) -> int:
@@ -90,9 +94,12 @@ class _MappedRows(Layer):
         self.is_plain = node.is_plain and call.seed is not None
 
     def fetch(self, at: Pass, indices: Indices) -> list[Any]:
-        items = self.source.fetch(at, indices)
-        places = [self.locate(at, index) for index in numbers(indices)]
-        return [self._call.on(item, *place) for item, place in zip(items, places, strict=True)]
+        items = zip(self.source.fetch(at, indices), numbers(indices), strict=True)
+        return [self._call.on(item, functools.partial(self.locate, at, index)) for item, index in items]
+
+    @property
+    def maps(self) -> int:
+        return super().maps + 1
 
     @property
     def skipped(self) -> int:
@@ -137,6 +144,10 @@ class _Numbered(Chained):
         self.source.reset(state["source"])
         self._index = state["index"]
 
+    @property
+    def maps(self) -> int:
+        return super().maps + 1
+
     def __len__(self) -> int:
         return len(self.source)
 
@@ -148,7 +159,8 @@ class _Mapped(_Numbered):
     """A function on items as they are read."""
 
     def next(self) -> Any:
-        return self._call.on(*super().next())
+        item, epoch, index = super().next()
+        return self._call.on(item, lambda: (epoch, index))
 
     @property
     def skipped(self) -> int:

@@ -94,6 +94,11 @@ class Node(BaseNode[Any]):
         return self.ranks
 
     @property
+    def maps(self) -> int:
+        """How many times in a row `map` is among what this node reads."""
+        return max((source.maps for source in self.sources), default=0)
+
+    @property
     def is_endless(self) -> bool:
         """Whether no epoch ever ends."""
         return any(source.is_endless for source in self.sources)

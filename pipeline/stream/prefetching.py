@@ -31,6 +31,9 @@ def prefetch(data: Any, ahead: int = 2, *, workers: Workers = None) -> Node:
     shuffled, mapped, batched; for the others give the workers to `map`). Items come in the same order. The place of the
     stream is that of the item given out last, and one place does for any number of workers.
 
+    Threads do not touch the default generators of torch, Python and numpy, which they share with the training: what
+    draws from them belongs into processes, or takes the generator of `map(seed=…)`.
+
     An error comes when it is its item's turn, with the item's place and the worker's traceback in its notes; so does
     the death of a worker.
 

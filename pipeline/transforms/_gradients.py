@@ -65,7 +65,7 @@ def root_of(frame: Frame) -> tuple[Tensor, Tensor | None]:
         start = start * state.loss_scale.scale
     if isinstance(start, Tensor):
         return loss, start.to(loss.dtype)
-    return loss, None if start == 1.0 else loss.new_tensor(start)
+    return loss, None if isinstance(start, float) and start == 1.0 else loss.new_tensor(start)
 
 
 def widened(value: Any) -> Any:

@@ -86,34 +86,69 @@ class MaybeStep:
                 raise MissingFieldError("MaybeStep", "window.grads", "put Accumulate after ScaledBackward")
             return frame
         state, factor = frame.state, frame.update_factor
-        window, p = state.window, state.progress
-        counted = bool(window.grads) and not (isinstance(factor, float) and factor == 0.0)
-        raw, facts = sum_norm(frame), frame.facts
-        if frame.sum_norm is None or "grad_norm" not in facts:  # no clip has measured it before it clipped
-            facts = {**facts, "grad_norm": normalised(raw, factor)}
-        read = _read(raw, factor, frame.skip)
-        finite = math.isfinite(read)
-        params, buffers, optimizer = state.params, state.buffers, state.optimizer
-        rates = self.optimizer.rates(p.updates)
+        counted = bool(state.window.grads) and not (isinstance(factor, float) and factor == 0.0)
+        raw, frame = self.measured(frame)
+        read = self._read(frame, raw)
+        params, optimizer, rates = state.params, state.optimizer, self.rates(state)
+        if counted and 0 <= read < math.inf:
+            params, optimizer = self.optimizer.update(
+                params, state.window.grads, optimizer, rates=rates, factor=factor, count=state.progress.updates
+            )
+        return self.settled(frame, read, params, optimizer, rates, counted=counted)
+
+    def measured(self, frame: Frame) -> tuple[Tensor, Frame]:
+        """The global norm of the window's sums; and the frame with that of the gradient, where no clip has taken it."""
+        raw = sum_norm(frame)
+        if frame.sum_norm is None or "grad_norm" not in frame.facts:
+            frame = frame.having(facts={**frame.facts, "grad_norm": normalised(raw, frame.update_factor)})
+        return raw, frame
+
+    def reading(self, frame: Frame, raw: Tensor) -> Tensor:
+        """What the host is to read: below 0 where the update is not wanted, the norm of the gradient otherwise."""
+        norm, skip = normalised(raw, frame.update_factor), frame.skip
+        # What is not finite is that before all else: the loss scale must back off from it.
+        return norm if skip is None else torch.where(skip & norm.isfinite(), -1.0, norm)
+
+    def _read(self, frame: Frame, raw: Tensor) -> float:
+        factor = frame.update_factor
+        if frame.skip is None and raw.is_cpu:  # both lie in the host's memory
+            return cast("float", raw.tolist()) * cast(
+                "float", factor.tolist() if isinstance(factor, Tensor) else factor
+            )
+        return float(self.reading(frame, raw))
+
+    def rates(self, state: TrainState) -> Mapping[str, float]:
+        """The learning rate of each group in the state's next update."""
+        rates = self.optimizer.rates(state.progress.updates)
         if state.rate_factor != 1.0:
             rates = {group: rate * state.rate_factor for group, rate in rates.items()}
-        applied = finite and counted and read >= 0
-        if applied:
-            params, optimizer = self.optimizer.update(
-                params, window.grads, optimizer, rates=rates, factor=factor, count=p.updates
-            )
-        else:
+        return rates
+
+    def settled(
+        self,
+        frame: Frame,
+        read: float,
+        params: Tensors,
+        optimizer: OptimizerState,
+        rates: Mapping[str, float],
+        *,
+        counted: bool = True,
+    ) -> Frame:
+        """The frame once the host has `read` what came of the window, with what the update made, if it was made."""
+        state = frame.state
+        window, buffers, p, scale = state.window, state.buffers, state.progress, state.loss_scale
+        applied = counted and 0 <= read < math.inf
+        if not applied:
             buffers = _before(window, buffers, p.updates)
             if params.is_owned:  # the sums are let go of here, and not when the next window starts
                 for param in params.flat:
                     param.grad = None
-        scale = state.loss_scale
         state = TrainState(
             params,
             buffers,
             optimizer,
             Window(),
-            scale if scale is None or not counted or read < 0 else scale.after(finite),
+            scale if scale is None or not counted or read < 0 else scale.after(math.isfinite(read)),
             _counted(p, applied),
             state.rng,
             state.slots,
@@ -127,18 +162,8 @@ class MaybeStep:
             closed=_without_tensors(window),
             rates=rates,
             scaled_by=None if scale is None else scale.scale,
-            facts=facts,
             sum_norm=None,
         )
-
-
-def _read(norm: Tensor, factor: Scalar, skip: Tensor | None) -> float:
-    """The one value that the host reads: below 0 where the update is not wanted, the norm × factor otherwise."""
-    if skip is None and norm.is_cpu:  # both lie in the host's memory
-        return cast("float", norm.tolist()) * cast("float", factor.tolist() if isinstance(factor, Tensor) else factor)
-    norm = normalised(norm, factor)
-    # What is not finite is that before all else: the loss scale must back off from it.
-    return float(norm if skip is None else torch.where(skip & norm.isfinite(), -1.0, norm))
 
 
 def _counted(p: Progress, applied: bool) -> Progress:

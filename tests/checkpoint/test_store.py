@@ -139,6 +139,12 @@ def test_what_has_no_form_is_refused_before_anything_is_written(tmp_path: Path) 
     assert not store.path.exists()
 
 
+def test_whoever_may_read_a_new_file_may_read_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "new").touch()
+    path = CheckpointStore(tmp_path).save(at(1))
+    assert {file.stat().st_mode for file in path.iterdir()} == {(tmp_path / "new").stat().st_mode}
+
+
 # -- what is kept -----------------------------------------------------------------------------------------------------
 
 
@@ -155,7 +161,7 @@ def saved(n: int, measure: float | None = None) -> Saved:
         (Keeping(99), [1, 2, 3, 4, 5, 6, 7, 8]),
         (Keeping(1, "val_loss"), [3, 8]),
         (Keeping(1, "val_loss", 2), [2, 3, 8]),
-        (Keeping(1, "val_loss", 3, "max"), [1, 5, 6, 8]),
+        (Keeping(1, "val_loss", 3, "max"), [1, 2, 5, 8]),
         (Keeping(1, "val_accuracy"), [8]),
         (Keeping(1, every_updates=3), [3, 6, 8]),
         (Keeping(2, "val_loss", every_updates=4), [3, 4, 7, 8]),
@@ -279,18 +285,20 @@ def test_a_store_that_is_held_already_is_held_by_the_same_once_more(tmp_path: Pa
         pass
 
 
-def _wait(event: Any) -> None:
-    event.wait(30)
+def _linger(running: Any, ended: Any) -> None:
+    running.set()
+    ended.wait(60)
 
 
 def test_a_worker_that_was_forked_does_not_keep_the_store(tmp_path: Path) -> None:
     processes = multiprocessing.get_context("fork")
-    event = processes.Event()
+    running, ended = processes.Event(), processes.Event()
     with CheckpointStore(tmp_path):
-        worker = processes.Process(target=_wait, args=(event,))
+        worker = processes.Process(target=_linger, args=(running, ended))
         worker.start()
+        assert running.wait(60)
     CheckpointStore(tmp_path).save(at(1))
-    event.set()
+    ended.set()
     worker.join()
     assert worker.exitcode == 0
 

@@ -34,6 +34,7 @@ from pipeline import (
     Window,
     branch,
     chain,
+    ensemble,
     every,
     fold,
     init,
@@ -307,6 +308,20 @@ def _parts(bound: bool) -> Callable[[int], tuple[Transform, Frame]]:
     return make
 
 
+def _ensemble(name: str) -> Callable[[int], tuple[Transform, Frame]]:
+    """The second update of three members, one of which was skipped before: rows of their own."""
+
+    def make(seed: int) -> tuple[Transform, Frame]:
+        model = make_model(name, seed)
+        several = ensemble(make_step(model, 1), rates=[0.01, 0.1, 0.02], batches="own")
+        batches = [tuple(torch.stack([part] * 3) for part in make_batch(seed + i)) for i in range(2)]
+        batches[0][0][1] = math.nan
+        begun = init(several, model, seed=seed, loss_scale=LossScale(scale=4.0, interval=1))
+        return several, Frame(fold(several, begun, batches[:1]).state, batches[1])
+
+    return make
+
+
 def _of_model(name: str, *, bound: bool, fused: bool) -> Callable[[int], tuple[Transform, Frame]]:
     def make(seed: int) -> tuple[Transform, Frame]:
         model = make_model(name, seed)
@@ -363,6 +378,10 @@ CASES = [
         )
         for name in MODELS
         for bound in (True, False)
+    ),
+    *(
+        Case(f"ensemble, {name}", frozenset({"ensemble"}), _ensemble(name))
+        for name in ("mlp", "batchnorm", "dropout", "frozen")
     ),
     Case("chain()", frozenset({"chain"}), lambda seed: (chain(), _window_frame(seed))),
     *(

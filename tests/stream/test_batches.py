@@ -182,6 +182,7 @@ def test_streams_print_as_they_were_written() -> None:
         (lambda: stream.source(7), "a dataset with a length, an iterable"),
         (lambda: stream.source((X, Y[:3])), "the same number of rows"),
         (lambda: stream.source(by_epoch, errors="skip"), "`map` with errors='skip'"),
+        (lambda: stream.batches(stream.source(range(3)), 2, errors="skip"), "a stream that is there already"),
         (lambda: stream.source(range(3), errors="ignore"), r"source\(errors\) must be 'raise' or 'skip'"),
         (lambda: stream.batch(range(3), 2, collate=3), r"batch\(collate\)"),
         (lambda: stream.map(range(3), 3), r"map\(function\)"),

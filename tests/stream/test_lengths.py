@@ -87,7 +87,13 @@ def test_batches_come_in_another_random_order_in_each_epoch() -> None:
             assert longest != sorted(longest)
 
 
-def test_none_is_left_out() -> None:
+def test_none_is_left_out_however_many_there_are() -> None:
+    rows = ["a", *[None] * 7, "b", None]
+    for node in (
+        stream.token_budget(rows, 9, pool=2, collate=list),
+        stream.bucket_by_length(rows, 1, pool=2, collate=list),
+    ):
+        assert sorted(map(sorted, node)) == [["a"], ["b"]]
     assert sorted(map(sorted, stream.token_budget(["a", None, "b", None], 1, collate=list))) == [["a"], ["b"]]
 
 

@@ -62,6 +62,16 @@ def test_order_and_draws_are_those_without_workers(workers: Any) -> None:
         assert read(node, 30) == read(build(None), 30)
 
 
+@pytest.mark.parametrize("data", [range(9), lambda epoch: range(9)], ids=["map-style", "iterable"])
+def test_two_functions_in_a_row_draw_different_numbers_though_they_have_one_seed(data: Any) -> None:
+    plainly = stream.map(stream.map(data, work.tokens, seed=1), work.tokens, seed=1)
+    drawn = [(first, second) for (_, first), second in plainly]
+    assert all(first != second for first, second in drawn)
+    between = stream.prefetch(stream.map(data, work.tokens, seed=1, workers=Threads(2)), 2)
+    with stream.map(between, work.tokens, seed=1, workers=Threads(2)) as node:
+        assert [(first, second) for (_, first), second in node] == drawn
+
+
 def test_orders_that_are_worked_out_in_blocks_travel_to_a_process() -> None:
     n = 70_000
     node = stream.batch(stream.weighted(stream.shuffle(range(n), seed=2), torch.ones(n), seed=1), 5, collate=list)
@@ -99,6 +109,17 @@ def test_a_function_on_rows_may_draw_from_the_default_generators() -> None:
     with stream.map(range(8), work.draws, workers=2) as node:
         assert [*node] == plainly
     assert len(set(plainly)) == 8
+
+
+def test_without_a_seed_a_dataset_draws_from_the_generators_of_the_reader() -> None:
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    expected = [work.draws(), work.draws()]
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    assert [*stream.source(work.Drawing(2), seed=None)] == expected
 
 
 def test_drawing_leaves_the_default_generators_of_the_reader_alone() -> None:
@@ -222,6 +243,11 @@ def test_over_an_iterable_as_well(function: Any) -> None:
 def test_what_cannot_be_sent_to_a_process_is_told_with_the_cure() -> None:
     with pytest.raises(WorkerError, match=r"cannot be sent to a worker process.*top of a module, or use Threads"):
         next(stream.map(range(3), lambda x: x, workers=2))
+    node = stream.map(lambda epoch: range(3), lambda x: x, workers=1)
+    for _ in range(2):
+        with pytest.raises(WorkerError):
+            next(node)
+    assert node.state_dict()["index"] == node.state_dict()["source"]["items"] == 0
     unpicklable = [1, threading.Lock()]
     node = stream.map(lambda epoch: unpicklable, str, workers=1)
     assert next(node) == "1"
@@ -331,12 +357,14 @@ def test_a_with_block_ends_them(build: Callable[[], Node]) -> None:
 
 
 SCRIPT = """
+import signal
 import sys
 import time
 from pipeline import stream
 from tests.stream import work
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the one who started the tests has made of it
     workers = {"processes": 2, "threads": stream.Threads(2), "none": None}[sys.argv[1]]
     batches = stream.batches(stream.map(range(10**6), work.slowly), 4, workers=workers, ahead=2)
     for i, _ in enumerate(batches):

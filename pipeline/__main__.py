@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from pipeline import _checkpoints_command as checkpoints_command
 from pipeline import _replay_command as replay_command
 from pipeline.errors import FoldtrainError
 
@@ -14,6 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m pipeline", description="Look into the folder of a run.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="command")
     replay_command.add_to(commands)
+    checkpoints_command.add_to(commands)
     asked = parser.parse_args(arguments)
     try:
         asked.run(asked)

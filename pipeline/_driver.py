@@ -14,6 +14,7 @@ from pipeline.events import BatchSkipped, EpochEnded, EpochStarted, Event, RunEn
 from pipeline.place import Place
 from pipeline.probes import Probe
 from pipeline.records import Frame, Progress, TrainState
+from pipeline.stream import Node, is_read_once
 from pipeline.transform import Chain
 from pipeline.until import Epochs, Limit
 
@@ -62,7 +63,7 @@ class Driver:
         self.ended: tuple[str, ...] = ()
         self._told: str | None = None  # of which limit the events have told
         self._in_epoch, self._read, self._batches, self._began = False, 0, 0, watched.state.progress
-        self._to_pass_over = 0
+        self._to_pass_over = self._empty_passes = 0
         self._waited = 0.0  # for data, since the last window was closed
 
     @property
@@ -185,6 +186,8 @@ class Driver:
             self.watched.state = attrs.evolve(self.watched.state, progress=counted)
             events = self._and_evaluated(events, before)
             events = (*events, EpochEnded(**stamp(counted, self.clock()), batches=self._batches))
+            if self.ended and isinstance(self.stream, Node):  # it has given all, and was not asked for more
+                next(iter(self.stream), None)
         self._in_epoch = False
         return events
 
@@ -199,9 +202,12 @@ class Driver:
 
     def _no_use(self) -> tuple[str, ...]:
         """Why another pass would be no use: it would give nothing, or get no nearer to the limit."""
-        if not self._batches:
-            return ("the stream gave no batches",)
-        if isinstance(self.stream, Iterator):
+        if not self._batches:  # one that knows its place may just have stood at an epoch's end
+            self._empty_passes += 1
+            at_an_end = isinstance(self.stream, Node) and self._empty_passes == 1
+            return () if at_an_end else ("the stream gave no batches",)
+        self._empty_passes = 0
+        if is_read_once(self.stream):
             return ("the stream is a generator, which can be read only once",)
         if self.limit.stuck(self._began, self._progress) and not self.watched.state.is_open:  # a carried one will end
             skipped = self._progress.skipped - self._began.skipped

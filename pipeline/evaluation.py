@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from pipeline._randomness import default_generators, isolated, seed
 from pipeline.errors import MissingFieldError, SettingError, StreamError
 from pipeline.events import EvalDone
 from pipeline.records import Frame, Progress, Scalar, TrainState
+from pipeline.stream import is_read_once
 from pipeline.transform import Transform, chain
 from pipeline.transforms._gradients import widened
 from pipeline.transforms.average import averaged
@@ -82,7 +83,7 @@ class Evaluation:
     average: str | None = None
 
     def __attrs_post_init__(self) -> None:
-        if isinstance(self.stream, Iterator):
+        if is_read_once(self.stream):
             cure = "Give it a list, a DataLoader, or an object whose __iter__ starts anew."
             raise SettingError("Evaluation.stream", "readable more than once", self.stream, cure)
 

@@ -213,7 +213,7 @@ def _to_go_on_from(store: CheckpointStore | None, resume: str | Path | None) -> 
             raise SettingError("fold(resume)", expected, resume, 'Give store="runs/a".')
         return Path(resume), load_checkpoint(resume)
     if resume == "latest":
-        return None if store.is_empty() else store.find()
+        return store.find() if store.folders() else None
     found = store.find(resume)
     if not store.is_newest(found[0]):
         cure = "Give this run a folder of its own: what was saved after that checkpoint would be mixed with it."

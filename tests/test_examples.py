@@ -1,15 +1,17 @@
 """The examples do what they say."""
 
 import json
+import re
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
-from examples import digits
+from examples import digits, resume
 
 
 def log_of(folder: Path) -> list[dict[str, Any]]:
@@ -71,3 +73,24 @@ def test_digits_replaces_an_earlier_run_in_its_folder(tmp_path: Path) -> None:
     digits.main(tmp_path, epochs=3)
     digits.main(tmp_path, epochs=3)
     assert [event["event"] for event in log_of(tmp_path)].count("RunStarted") == 1
+
+
+def test_resume_started_three_times_is_one_run_and_leaves_weights_that_can_be_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    straight = resume.main(tmp_path / "straight")
+    for until in (130, 170, resume.UPDATES):
+        run = resume.main(tmp_path / "a", until)
+    assert all(torch.equal(run.state.params[name], param) for name, param in straight.state.params.items())
+    logs = [[event for event in log_of(tmp_path / name) if "until" not in event] for name in ("straight", "a")]
+    saved_at_a_stop = [event for event in logs[1] if event not in logs[0]]
+    assert {tuple(event["reasons"]) for event in saved_at_a_stop} == {("Updates(130)",), ("Updates(170)",)}
+    assert [event for event in logs[1] if event not in saved_at_a_stop] == logs[0]
+
+    share = float(re.findall(r"best: ([\d.]+)%", capsys.readouterr().out)[-1])
+    assert share > 95
+    model = resume.network().eval()
+    safetensors.torch.load_model(model, tmp_path / "a" / "model.safetensors")
+    points, which = zip(*resume.spirals(500, seed=2), strict=True)
+    right = (model(torch.stack(points)).argmax(1) == torch.stack(which)).float().mean()
+    assert float(right) == pytest.approx(share / 100, abs=1e-3)

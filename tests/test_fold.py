@@ -42,6 +42,7 @@ from pipeline import (
     replay,
     run_of,
     scan,
+    stream,
     supervised,
     tap,
     when,
@@ -693,10 +694,10 @@ class TestRandomness:
             torch.rand(5)
 
         ends = []
-        for stream in (make_batches(3), drawing(make_batches(3)), [None, *make_batches(3)]):
+        for given in (make_batches(3), drawing(make_batches(3)), [None, *make_batches(3)]):
             step, state, _ = started()
             step = step.insert_after("Accumulate", when(lambda f: f.ready, noisy))
-            ends.append(fold(step, state, stream).state.params)
+            ends.append(fold(step, state, given).state.params)
         assert_records_equal(ends[1], ends[0])
         assert_records_equal(ends[2], ends[0])
 
@@ -827,3 +828,39 @@ class TestWhatMonitorsAsk:
         assert told(late=False)[:5] == [(1, [1]), (2, [1]), (3, [1, 2, 3]), (4, [1, 2, 3]), (5, [1, 2, 3, 4, 5])]
         assert told(late=True)[:5] == [(1, [1]), (2, [1]), (3, [1]), (4, [1]), (5, [1, 2, 3])]
         assert told(late=True)[-1] == (5, [1, 2, 3, 4, 5])
+
+
+class TestAStreamThatKnowsItsPlace:
+    def batches(self, **more: Any) -> stream.Node:
+        x, y = make_batch(0, 12)
+        return stream.batches((x, y), 4, shuffle=True, seed=3, **more)
+
+    def test_every_epoch_is_read_and_each_in_an_order_of_its_own(self) -> None:
+        step, state, _ = started(window=1)
+        memory = Memory()
+        run = fold(step, state, self.batches(), until=Epochs(3), sinks=[memory])
+        assert (run.state.progress.epoch, run.state.progress.updates) == (3, 9)
+        assert [e.batches for e in memory.events if isinstance(e, EpochEnded)] == [3, 3, 3]
+
+    @pytest.mark.parametrize("cut", range(1, 9))
+    @pytest.mark.parametrize("known", [True, False], ids=["of known length", "of unknown length"])
+    def test_a_second_fold_goes_on_where_the_first_stopped(self, cut: int, known: bool) -> None:
+        def made() -> stream.Node:
+            node = self.batches()
+            return node if known else stream.filter(node, lambda batch: True)
+
+        (whole_step, whole, _), (step, state, _) = started(window=1), started(window=1)
+        at_once = fold(whole_step, whole, made(), until=Updates(9))
+        node = made()
+        first = fold(step, state, node, until=Updates(cut))
+        second = fold(step, first.state, node, until=Updates(9))
+        assert second.stopped_by == ("Updates(9)",)
+        assert_records_equal(dict(second.state.params), dict(at_once.state.params))
+        assert second.state.progress.epoch in (2, 3)
+
+    def test_it_serves_an_evaluation_time_and_again(self) -> None:
+        step, state, model = started(window=1)
+        held_out = Evaluation(Forward(model, supervised(F.cross_entropy)), self.batches())
+        memory = Memory()
+        fold(step, state, make_batches(2), until=Epochs(2), evaluations=[held_out], sinks=[memory])
+        assert [e.batches for e in memory.events if isinstance(e, EvalDone)] == [3, 3]

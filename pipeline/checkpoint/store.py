@@ -114,7 +114,7 @@ class CheckpointStore:
     def _write(self, path: Path, written: Written) -> None:
         """Write it, then delete what it replaces: of this run, and no newer, as one is that was damaged."""
         write(path, written)
-        older = self._folders()
+        older = self.folders()
         older = older[: older.index(path) + 1]
         found = [saved for saved in self.list() if saved.path in older and saved.run == written.head.run]
         kept = self.keeping.kept(found)
@@ -161,32 +161,15 @@ class CheckpointStore:
     def list(self) -> list[Saved]:
         """The checkpoints here, the oldest first, as their manifests tell; one without a manifest is left out."""
         found: list[Saved] = []
-        for path in self._folders():
+        for path in self.folders():
             try:
                 found.append(Saved.at(path))
             except CheckpointError:
                 continue
         return found
 
-    def is_empty(self) -> bool:
-        """Whether there is no checkpoint here, damaged ones included."""
-        return not self._folders()
-
-    def is_newest(self, path: Path) -> bool:
-        """Whether no whole checkpoint here is newer than the one at `path`; one of another folder is older than any."""
-        here, mine = [folder.resolve() for folder in self._folders()], path.resolve()
-        return not any(map(_is_whole, here[here.index(mine) + 1 :] if mine in here else here))
-
-    def _candidates(self, which: str) -> list[Path]:
-        if which == "latest":
-            return self._folders()[::-1]
-        if self.keeping.measure is None:
-            cure = 'Name the measure: CheckpointStore(folder, best="val_loss").'
-            raise CheckpointError(f"the store {self.path} does not know what is best. {cure}")
-        return [saved.path for saved in self.keeping.ranked(self.list())]
-
-    def _folders(self) -> list[Path]:
-        """Every checkpoint's folder, the oldest first."""
+    def folders(self) -> list[Path]:
+        """The folder of every checkpoint here, of damaged ones too, the oldest first."""
         try:
             names = os.listdir(self.path)
         except FileNotFoundError:
@@ -196,6 +179,19 @@ class CheckpointStore:
         named = [(match, self.path / name) for name in names if (match := _NAME.fullmatch(name))]
         found = [(int(match[1]), match[2], path) for match, path in named if path.is_dir() and not path.is_symlink()]
         return [path for *_, path in sorted(found)]
+
+    def is_newest(self, path: Path) -> bool:
+        """Whether no whole checkpoint here is newer than the one at `path`; one of another folder is older than any."""
+        here, mine = [folder.resolve() for folder in self.folders()], path.resolve()
+        return not any(map(_is_whole, here[here.index(mine) + 1 :] if mine in here else here))
+
+    def _candidates(self, which: str) -> list[Path]:
+        if which == "latest":
+            return self.folders()[::-1]
+        if self.keeping.measure is None:
+            cure = 'Name the measure: CheckpointStore(folder, best="val_loss").'
+            raise CheckpointError(f"the store {self.path} does not know what is best. {cure}")
+        return [saved.path for saved in self.keeping.ranked(self.list())]
 
     # -- one at a time ------------------------------------------------------------------------------------------
 

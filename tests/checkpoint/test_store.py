@@ -242,7 +242,7 @@ def test_one_of_another_folder_is_not_the_newest_unless_there_is_none_here(tmp_p
 def test_where_there_is_nothing_there_is_no_latest(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "nowhere")
     assert store.latest() is None
-    assert store.is_empty()
+    assert store.folders() == []
     assert store.list() == []
     assert not (tmp_path / "nowhere").exists()
     with pytest.raises(CheckpointError, match="no whole checkpoint"):

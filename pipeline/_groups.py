@@ -87,7 +87,7 @@ class GroupSettings:
         values = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
         for key, value in values.items():
             numbers = value if isinstance(value, tuple) else (value,)
-            if not all(math.isfinite(n) for n in numbers if isinstance(n, float)):
+            if not all(math.isfinite(n) for n in numbers if hasattr(n, "__float__")):
                 raise SettingError(f"{self.owner}.{key} in update {count}", "finite", value)
         return values
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import attrs
@@ -11,7 +12,7 @@ import attrs
 from pipeline._publication import Transfer, settle
 from pipeline.audience import Audience
 from pipeline.checkpoint import Checkpoint
-from pipeline.errors import MeasureError
+from pipeline.errors import LossError, MeasureError
 from pipeline.events import EvalDone, Event, MemoryMeasured, MicroBatchDone, RunEnded, UpdateDone
 from pipeline.monitor import Evaluate, Rewind, Save, ScaleRate, Signal, Stop
 from pipeline.records import Part, Progress, TrainState, Window
@@ -181,7 +182,10 @@ class Publisher:
     def _failed(self, error: BaseException) -> None:
         """Attach the run; then tell each monitor and each sink of it, so that one that fails too hides nothing."""
         state = self.watched.state
-        pending = [*self.under_way.events(), *settle([*self.pending, *self.watched.undelivered])]
+        pending = self.under_way.events()
+        for event in (*self.pending, *self.watched.undelivered):
+            with suppress(LossError):  # what cannot be told of may be what the error is about
+                pending += settle([event])
         if not self.reasons:  # otherwise the run had ended, and was told of, before this error
             self.reasons = (f"{type(error).__name__}: {error}",)
             pending.append(RunEnded(**stamp(state.progress, self.clock()), reasons=self.reasons))

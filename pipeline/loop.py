@@ -167,7 +167,7 @@ def fold(
                 tell(keeper.go_on_from(found[1], found[0].name))
             for _, events in driver:
                 tell(events if events or not driver.ended else keeper.at_the_end())
-                if watched.evaluate:
+                if watched.evaluate and not publisher.reasons:  # nothing comes after the end
                     tell(_asked_for(watched, evaluations, clock))
                 if watched.saves or watched.rewinds:
                     tell(keeper.asked_for())

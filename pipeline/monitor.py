@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import attrs
 
+from pipeline._checks import positive
 from pipeline.events import Event
 
 __all__ = ["Evaluate", "Monitor", "Rewind", "Save", "ScaleRate", "Signal", "Stop"]
@@ -36,6 +37,9 @@ class ScaleRate(Signal):
     """Multiply the scheduled learning rates by `factor` from the next update on, in place of what was asked before."""
 
     factor: float
+
+    def __attrs_post_init__(self) -> None:
+        positive("ScaleRate.factor", self.factor)
 
 
 @attrs.frozen

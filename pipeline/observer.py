@@ -109,7 +109,11 @@ class Observer:
         }  # fmt: skip
 
     def __enter__(self) -> Self:
-        self.send(RunStarted(**self._stamp(), until="the end of the loop"))
+        with ExitStack() as closing:  # a sink that fails at once leaves none open
+            for sink in self._audience.sinks:
+                closing.callback(sink.close)
+            self.send(RunStarted(**self._stamp(), until="the end of the loop"))
+            closing.pop_all()
         return self
 
     def __exit__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import subprocess
 import sys
@@ -51,7 +52,7 @@ from pipeline._publisher import Publisher, Watched
 from pipeline.audience import Audience
 from pipeline.errors import DuplicateNameError, LossError, MeasureError, SettingError, StreamError, UnknownNameError
 from pipeline.events import EpochEnded, EpochStarted, EvalDone, Event, RunEnded, RunStarted, UpdateDone, UpdateSkipped
-from pipeline.monitor import Evaluate, Stop
+from pipeline.monitor import Evaluate, ScaleRate, Stop
 from pipeline.records import Rng
 from pipeline.testing import assert_records_equal
 from tests.laws.cases import IN, OUT, accuracy, make_batch, make_batches, make_model, make_step
@@ -864,3 +865,24 @@ class TestAStreamThatKnowsItsPlace:
         memory = Memory()
         fold(step, state, make_batches(2), until=Epochs(2), evaluations=[held_out], sinks=[memory])
         assert [e.batches for e in memory.events if isinstance(e, EvalDone)] == [3, 3]
+
+
+def test_a_fact_that_is_not_0d_ends_the_run_with_its_results() -> None:
+    step, state, _ = started(window=1)
+    step = step.insert_after("MaybeStep", lambda f: f.having(facts={**f.facts, "v": torch.ones(3)}))
+    memory = Memory()
+    with pytest.raises(LossError, match="0-d") as caught:
+        fold(step, state, make_batches(3), monitors=[monitors.MeanLoss()], sinks=[memory])
+    assert isinstance(memory.events[-1], RunEnded)
+    assert run_of(caught.value).results == {"MeanLoss": None}
+
+
+def test_nothing_comes_after_the_end_and_a_factor_that_is_none_is_refused() -> None:
+    asking = monitors.monitor("asks", lambda: 0, lambda n, event: n + 1, lambda n: n, signals=lambda n: [Evaluate()])
+    step, state, model = started(window=1)
+    memory = Memory()
+    fold(step, state, make_batches(3), monitors=[asking], evaluations=[evaluation(model)], sinks=[memory])
+    assert isinstance(memory.events[-1], RunEnded)
+    for factor in (math.nan, math.inf, -1.0, 0.0):
+        with pytest.raises(SettingError, match=r"ScaleRate\.factor"):
+            ScaleRate(factor)

@@ -68,5 +68,5 @@ class LossScaleHistory(Written):
             a[1] + b[1],
             a[2] + b[2],
             a[3] + b[3],
-            history[len(history) - self.keep :],
+            history[max(0, len(history) - self.keep) :],
         )

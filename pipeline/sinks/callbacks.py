@@ -51,6 +51,7 @@ class Callbacks:
     def write(self, event: Event) -> None:
         """Call what the event stands for."""
         if isinstance(event, RunStarted):
+            self._stop, self._evaluated = None, {}
             self._call("on_train_begin", {})
         elif isinstance(event, EpochStarted):
             self._batch, self._sums = 0, {}
@@ -62,7 +63,8 @@ class Callbacks:
             self._call("on_test_begin", {})
             self._call("on_test_end", dict(event.values))
         elif isinstance(event, EpochEnded):
-            means = {name: total / weight for name, (total, weight) in self._sums.items() if weight}
+            sums, self._sums, self._batch = self._sums, {}, 0  # a loop by hand tells of no start
+            means = {name: total / weight for name, (total, weight) in sums.items() if weight}
             logs, self._evaluated = {**means, **self._evaluated}, {}
             self._call("on_epoch_end", logs, event.epoch - 1)
         elif isinstance(event, RunEnded):
@@ -85,14 +87,15 @@ class Callbacks:
         logs: dict[str, Any] = {name: total / weight for name, (total, weight) in values.items() if weight}
         rates = list(event.rates.values())
         logs |= {"grad_norm": float(event.grad_norm), **({"lr": rates[0]} if rates else {})}
-        for moment in ("begin", "end"):
-            for method in (f"on_batch_{moment}", f"on_train_batch_{moment}"):
-                self._call(method, logs if moment == "end" else {}, self._batch)
+        for moment, given in (("begin", dict[str, Any]()), ("end", logs)):
+            self._call((f"on_train_batch_{moment}", f"on_batch_{moment}"), given, self._batch)
         self._batch += 1
 
-    def _call(self, method: str, logs: dict[str, Any], *place: int) -> None:
+    def _call(self, methods: str | tuple[str, ...], logs: dict[str, Any], *place: int) -> None:
+        """Call the first of these methods that a callback has: in classic base classes it calls the others itself."""
+        methods = (methods,) if isinstance(methods, str) else methods
         for callback in self.callbacks:
-            called = getattr(callback, method, None)
+            called = next((found for name in methods if (found := getattr(callback, name, None)) is not None), None)
             if called is None:
                 continue
             called(*place, logs)

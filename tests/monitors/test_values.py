@@ -210,3 +210,14 @@ class TestBest:
     def test_settings_are_checked(self, bad: dict[str, Any]) -> None:
         with pytest.raises(SettingError, match=r"Best\..* must be"):
             monitors.Best("val_loss", **bad)
+
+
+@pytest.mark.parametrize("keep", [1, 4, 100])
+def test_the_history_of_the_loss_scale_keeps_the_newest_changes_and_drops_none_before_it_must(keep: int) -> None:
+    history = monitors.LossScaleHistory(keep=keep)
+    accumulator = history.init()
+    for n in range(7):
+        accumulator = history.reduce(
+            accumulator, LossScaleChanged(micro_step=n, update=n, epoch=0, time=0.0, before=1.0, after=float(n + 1))
+        )
+        assert len(accumulator[4]) == min(n + 1, keep)

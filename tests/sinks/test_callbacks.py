@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pipeline import Epochs, Evaluation, Forward, fold, init, sinks, supervised
+from pipeline import Epochs, Evaluation, Forward, fold, init, observe, sinks, supervised
 from pipeline.errors import SettingError
 from pipeline.transform import Chain
 from tests.laws.cases import IN, OUT, accuracy, make_batches, make_step
@@ -96,3 +96,37 @@ def test_a_callback_can_end_the_run(way: str) -> None:
 def test_what_is_no_callback_is_refused() -> None:
     with pytest.raises(SettingError, match="on_train_begin"):
         sinks.Callbacks([object()])
+
+
+class Classic:
+    """A base class in which the one calls the other, as people have them."""
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+        self.means: list[float] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.on_batch_end(batch, logs)
+
+    def on_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.batches.append(batch)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        self.means.append(logs["loss"])
+        logs["should_stop"] = epoch == 1
+
+
+def test_a_batch_is_told_of_once_and_each_epoch_by_itself_in_a_loop_by_hand_too() -> None:
+    classic = Classic()
+    sink = sinks.Callbacks([classic])
+    with observe([], [sink]) as run:
+        for epoch in range(2):
+            for _ in range(2):
+                run.update(10.0 if epoch == 0 else 0.0)
+            run.epoch_ended()
+    assert run.stops == ("Classic asked to stop",)
+    assert classic.batches == [0, 1, 0, 1]
+    assert classic.means == [10.0, 0.0]
+    with observe([], [sink]) as again:  # asked for then, and not now
+        again.update(1.0)
+    assert again.stops == ()

@@ -101,7 +101,7 @@ def test_one_of_the_same_place_makes_room_for_the_new_one(tmp_path: Path) -> Non
 
 
 @attrs.frozen(kw_only=True, slots=False)
-class Noted(Event):
+class Scribbled(Event):
     """An event of the user's own."""
 
     text: str
@@ -114,12 +114,12 @@ def test_events_of_the_users_own_come_back_and_other_classes_are_no_matter(tmp_p
 
         what: "NoSuchClass"  # type: ignore[name-defined]  # noqa: F821, UP037
 
-    again = attrs.make_class("Noted", {}, bases=(Event,), kw_only=True)  # as a notebook defines a class twice
-    pending = (Noted(micro_step=1, update=1, epoch=0, time=0.0, text="hello"),)
+    again = attrs.make_class("Scribbled", {}, bases=(Event,), kw_only=True)  # as a notebook defines a class twice
+    pending = (Scribbled(micro_step=1, update=1, epoch=0, time=0.0, text="hello"),)
     path = CheckpointStore(tmp_path).save(at(1, pending=pending))
     with pytest.raises(CheckpointError, match="text"):
         load_checkpoint(path)  # the newest of the name counts
-    again.__name__ = "Noted before"
+    again.__name__ = "Scribbled before"
     assert load_checkpoint(path).pending == pending
     assert Unreadable.__name__ == "Unreadable"
 

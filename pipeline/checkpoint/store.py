@@ -68,7 +68,8 @@ class CheckpointStore:
     # -- saving -------------------------------------------------------------------------------------------------
 
     def save(self, checkpoint: Checkpoint) -> Path:
-        """Write the checkpoint, and then delete those that are no longer kept. With `background`, start to.
+        """Write the checkpoint, and then delete those that are no longer kept. With `background`, start to, where the
+        store is held in a `with` block, as by a fold.
 
         One of the same micro-step that is there already makes room for it.
 

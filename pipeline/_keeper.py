@@ -5,19 +5,64 @@ from __future__ import annotations
 import secrets
 import warnings
 from collections.abc import Iterable
+from pathlib import Path
 
 import attrs
 
 from pipeline._driver import Driver
 from pipeline._publisher import Publisher, stamp
-from pipeline.checkpoint import Checkpoint, CheckpointStore, CheckpointWarning
+from pipeline.checkpoint import Checkpoint, CheckpointStore, CheckpointWarning, load_checkpoint
 from pipeline.checkpoint._adopted import adopted
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, SettingError
 from pipeline.events import CheckpointSaved, EvalDone, Event, Rewound
+from pipeline.monitor import Monitor
+from pipeline.monitors import SaveBest
 from pipeline.records import Window
 from pipeline.stream import go_to, place_of
 
 Here = tuple[int, int, bool]
+
+
+def store_for(given: CheckpointStore | str | Path | None, monitors: Iterable[Monitor]) -> CheckpointStore | None:
+    """The store, once it is known to be one that the monitors can use."""
+    needy = [monitor.name for monitor in monitors if getattr(monitor, "needs_store", False)]
+    if given is None:
+        if needy:
+            cure = 'fold(..., store="runs/a")'
+            raise CheckpointError(f"{needy[0]} asks for checkpoints, and the fold has no store: {cure}.")
+        return None
+    bests = {(monitor.measure, monitor.mode): monitor for monitor in monitors if isinstance(monitor, SaveBest)}
+    if len(bests) > 1:
+        cure = "A store keeps the best by one measure: save for the others with SaveEvery, or in a run of its own."
+        raise SettingError("fold(monitors)", "without a SaveBest for another measure", list(bests), cure)
+    best = next(iter(bests.values()), None)
+    if not isinstance(given, CheckpointStore):
+        return CheckpointStore(given) if best is None else CheckpointStore(given, best=best.measure, mode=best.mode)
+    if best is not None and (given.keeping.measure, given.keeping.mode) != (best.measure, best.mode):
+        cure = f"CheckpointStore(folder, best={best.measure!r}, mode={best.mode!r}): otherwise it may delete the best."
+        raise SettingError("fold(store)", f"one that goes by the measure of {best!r}", given.keeping.measure, cure)
+    return given
+
+
+def to_go_on_from(store: CheckpointStore | None, resume: str | Path | None) -> tuple[Path, Checkpoint] | None:
+    """The checkpoint that `resume` means, and where it lies; None for a run that begins."""
+    if resume is None:
+        if store is not None and store.list():
+            cure = 'Say "latest" to go on, the first time too, or give the run a folder of its own.'
+            raise SettingError("fold(resume)", f"said, since {store.path} has checkpoints", resume, cure)
+        return None
+    if store is None:
+        if resume in ("latest", "best"):
+            expected = "a checkpoint's path where there is no store"
+            raise SettingError("fold(resume)", expected, resume, 'Give store="runs/a".')
+        return Path(resume), load_checkpoint(resume)
+    if resume == "latest":
+        return store.find() if store.folders() else None
+    found = store.find(resume)
+    if not store.is_newest(found[0]):
+        cure = "Give this run a folder of its own: what was saved after that checkpoint would be mixed with it."
+        raise SettingError("fold(resume)", f"the newest checkpoint in {store.path}", str(found[0]), cure)
+    return found
 
 
 class Keeper:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -10,7 +13,7 @@ try:
 except ImportError:  # Windows: no lock there
     fcntl = None
 
-__all__ = ["lock"]
+__all__ = ["let_go_in_children", "lock"]
 
 
 def lock(path: Path) -> IO[Any] | None:
@@ -25,3 +28,10 @@ def lock(path: Path) -> IO[Any] | None:
         except OSError:  # a file system without locks
             pass
     return file
+
+
+def let_go_in_children(let_go: Callable[[], object]) -> None:
+    """Call this method in processes that are forked from here: one that lives on would keep the lock as long."""
+    if hasattr(os, "register_at_fork"):
+        method = weakref.WeakMethod(let_go)
+        os.register_at_fork(after_in_child=lambda: None if (mine := method()) is None else mine())

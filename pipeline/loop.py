@@ -16,13 +16,13 @@ from torch import nn
 from pipeline import _randomness as randomness
 from pipeline._binding import bind
 from pipeline._driver import Driver, one
-from pipeline._keeper import Keeper
+from pipeline._keeper import Keeper, store_for, to_go_on_from
 from pipeline._models import models_in
 from pipeline._publisher import Clock, Publisher, Watched, attach, let_go, stamp
 from pipeline.audience import Audience, Sink
-from pipeline.checkpoint import Checkpoint, CheckpointStore, load_checkpoint
+from pipeline.checkpoint import CheckpointStore
 from pipeline.checkpoint._adopted import check_names
-from pipeline.errors import CheckpointError, DuplicateNameError, SettingError, UnknownNameError
+from pipeline.errors import DuplicateNameError, SettingError, UnknownNameError
 from pipeline.events import (
     BatchSkipped,
     EpochStarted,
@@ -30,7 +30,6 @@ from pipeline.events import (
     RunStarted,
 )
 from pipeline.monitor import Monitor
-from pipeline.monitors import SaveBest
 from pipeline.probes import MemoryProbe, Probe
 from pipeline.records import LossScale, Rng, TrainState
 from pipeline.run import Run
@@ -141,10 +140,10 @@ def fold(
             raise SettingError("fold(state)", "a TrainState", state, "Make one with `init(step, model)`.")
         if publish_every < 1:
             raise SettingError("fold(publish_every)", "at least 1 update", publish_every)
-        store = _store(store, audience.monitors)
+        store = store_for(store, audience.monitors)
         if store is not None:
             closing.enter_context(store)
-        found = _to_go_on_from(store, resume)
+        found = to_go_on_from(store, resume)
         if found is not None:
             check_names(state, found[1].state)
         watched = Watched(state)
@@ -167,7 +166,9 @@ def fold(
                 tell(keeper.go_on_from(found[1], found[0].name))
             for _, events in driver:
                 tell(events if events or not driver.ended else keeper.at_the_end())
-                if watched.evaluate and not publisher.reasons:  # nothing comes after the end
+                if publisher.reasons:
+                    break  # it is over, and nothing comes after the end
+                if watched.evaluate:
                     tell(_asked_for(watched, evaluations, clock))
                 if watched.saves or watched.rewinds:
                     tell(keeper.asked_for())
@@ -177,48 +178,6 @@ def fold(
             attach(error, run.state, run.results, run.stopped_by)
         raise
     return run
-
-
-def _store(given: CheckpointStore | str | Path | None, monitors: Iterable[Monitor]) -> CheckpointStore | None:
-    """The store, once it is known to be one that the monitors can use."""
-    needy = [monitor.name for monitor in monitors if getattr(monitor, "needs_store", False)]
-    if given is None:
-        if needy:
-            cure = 'fold(..., store="runs/a")'
-            raise CheckpointError(f"{needy[0]} asks for checkpoints, and the fold has no store: {cure}.")
-        return None
-    bests = {(monitor.measure, monitor.mode): monitor for monitor in monitors if isinstance(monitor, SaveBest)}
-    if len(bests) > 1:
-        cure = "A store keeps the best by one measure: save for the others with SaveEvery, or in a run of its own."
-        raise SettingError("fold(monitors)", "without a SaveBest for another measure", list(bests), cure)
-    best = next(iter(bests.values()), None)
-    if not isinstance(given, CheckpointStore):
-        return CheckpointStore(given) if best is None else CheckpointStore(given, best=best.measure, mode=best.mode)
-    if best is not None and (given.keeping.measure, given.keeping.mode) != (best.measure, best.mode):
-        cure = f"CheckpointStore(folder, best={best.measure!r}, mode={best.mode!r}): otherwise it may delete the best."
-        raise SettingError("fold(store)", f"one that goes by the measure of {best!r}", given.keeping.measure, cure)
-    return given
-
-
-def _to_go_on_from(store: CheckpointStore | None, resume: str | Path | None) -> tuple[Path, Checkpoint] | None:
-    """The checkpoint that `resume` means, and where it lies; None for a run that begins."""
-    if resume is None:
-        if store is not None and store.list():
-            cure = 'Say "latest" to go on, the first time too, or give the run a folder of its own.'
-            raise SettingError("fold(resume)", f"said, since {store.path} has checkpoints", resume, cure)
-        return None
-    if store is None:
-        if resume in ("latest", "best"):
-            expected = "a checkpoint's path where there is no store"
-            raise SettingError("fold(resume)", expected, resume, 'Give store="runs/a".')
-        return Path(resume), load_checkpoint(resume)
-    if resume == "latest":
-        return store.find() if store.folders() else None
-    found = store.find(resume)
-    if not store.is_newest(found[0]):
-        cure = "Give this run a folder of its own: what was saved after that checkpoint would be mixed with it."
-        raise SettingError("fold(resume)", f"the newest checkpoint in {store.path}", str(found[0]), cure)
-    return found
 
 
 def _asked_for(watched: Watched, evaluations: Sequence[Probe], clock: Clock) -> tuple[Event, ...]:

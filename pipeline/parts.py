@@ -9,11 +9,11 @@ from typing import Any
 import attrs
 
 from pipeline._declared import fields, is_declared, show
+from pipeline._patterns import as_patterns, places
 from pipeline.errors import MissingFieldError, SettingError
 from pipeline.events import Event
 from pipeline.records import Frame, Part, Progress, TrainState
 from pipeline.transform import Chain, Transform, chain
-from pipeline.transforms._clipping import places
 
 __all__ = ["part"]
 
@@ -157,8 +157,9 @@ def part(name: str, match: str | Iterable[str], transform: Transform) -> Transfo
 
     Inside, only the part's parameters get gradients, and optimizer, window, loss scale and counts are its own: a
     schedule counts the part's updates. Outside, `progress` counts the updates of all parts together and each
-    micro-batch once, and events carry the part's name. Parts take their turn as they stand in the chain, `when` and
-    `every` change that, and `repeat` takes one several times on the same batch.
+    micro-batch once, and events carry the part's name. Parts take their turn as they stand in the chain; `when` and
+    `every(n, ..., of="micro_batches")` change that (the windows that `every` counts by itself are those of all parts),
+    and `repeat` takes one several times on the same batch.
 
     Put the whole step inside, from Forward to EmitEvents. A part's own loss scale begins as that of the state. Where
     two parts write to the same buffers (BatchNorm), a skipped window takes back what both wrote since it began.
@@ -169,7 +170,7 @@ def part(name: str, match: str | Iterable[str], transform: Transform) -> Transfo
     """
     if not isinstance(name, str) or not name:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise SettingError("part(name)", "a name", name)
-    patterns = (match,) if isinstance(match, str) else tuple(match)
-    if not patterns or not all(isinstance(pattern, str) for pattern in patterns):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise SettingError("part(match)", "a pattern on parameter names, or several", match)
+    patterns = as_patterns("part(match)", match)
+    if not patterns:
+        raise SettingError("part(match)", "at least one pattern", match)
     return _Part(name, patterns, chain(transform), f"part({name!r}, {match!r}, {show(transform)})")

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -52,7 +53,7 @@ from pipeline._publisher import Publisher, Watched
 from pipeline.audience import Audience
 from pipeline.errors import DuplicateNameError, LossError, MeasureError, SettingError, StreamError, UnknownNameError
 from pipeline.events import EpochEnded, EpochStarted, EvalDone, Event, RunEnded, RunStarted, UpdateDone, UpdateSkipped
-from pipeline.monitor import Evaluate, ScaleRate, Stop
+from pipeline.monitor import Evaluate, Save, ScaleRate, Stop
 from pipeline.records import Rng
 from pipeline.testing import assert_records_equal
 from tests.laws.cases import IN, OUT, accuracy, make_batch, make_batches, make_model, make_step
@@ -886,3 +887,12 @@ def test_nothing_comes_after_the_end_and_a_factor_that_is_none_is_refused() -> N
     for factor in (math.nan, math.inf, -1.0, 0.0):
         with pytest.raises(SettingError, match=r"ScaleRate\.factor"):
             ScaleRate(factor)
+
+
+def test_a_checkpoint_that_is_asked_for_at_the_end_comes_before_it_or_not_at_all(tmp_path: Path) -> None:
+    asking = monitors.monitor("asks", lambda: 0, lambda n, event: n + 1, lambda n: n, signals=lambda n: [Save(f"{n}")])
+    step, state, _ = started(window=1)
+    memory = Memory()
+    fold(step, state, make_batches(3), monitors=[asking], sinks=[memory], store=tmp_path)
+    assert isinstance(memory.events[-1], RunEnded)
+    assert sum(isinstance(event, RunEnded) for event in memory.events) == 1

@@ -6,13 +6,12 @@ import os
 import re
 import threading
 import warnings
-import weakref
 from pathlib import Path
 from typing import IO, Any, Literal, Self
 
 import attrs
 
-from pipeline._lock import lock
+from pipeline._lock import let_go_in_children, lock
 from pipeline.checkpoint._disk import discard, remove
 from pipeline.checkpoint._folder import Written, read, verify, write
 from pipeline.checkpoint.record import Checkpoint
@@ -61,9 +60,7 @@ class CheckpointStore:
         self._holders = 0
         self._at_work: threading.Thread | None = None
         self._failed: BaseException | None = None
-        if hasattr(os, "register_at_fork"):  # a forked worker would keep the lock for as long as it lives
-            forget = weakref.WeakMethod(self._forget)
-            os.register_at_fork(after_in_child=lambda: None if (mine := forget()) is None else mine())
+        let_go_in_children(self._forget)
 
     # -- saving -------------------------------------------------------------------------------------------------
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import weakref
 from contextlib import closing
 from pathlib import Path
 from typing import IO, Any
 
 from pipeline._checks import whole
-from pipeline._lock import lock
+from pipeline._lock import let_go_in_children, lock
 from pipeline.errors import DamagedLogError, LogFormatError, LogInUseError, LogTooShortError, UnknownEventError
 from pipeline.event_json import EventJson
 from pipeline.events import Event
@@ -39,7 +38,7 @@ class EventLog:
         self._form = EventJson()
         self._file: IO[Any] | None = None
         self._end = 0  # how many bytes of the file are this log's
-        _close_in_children(self)
+        let_go_in_children(self.close)
 
     def write(self, event: Event) -> None:
         """Append one line."""
@@ -146,10 +145,3 @@ def _next_free(path: Path) -> Path:
     """`events.1.jsonl`, or the number after the highest that is there."""
     names = (re.fullmatch(rf"{path.stem}\.(\d+){path.suffix}", other.name) for other in path.parent.iterdir())
     return path.with_name(f"{path.stem}.{max((int(name[1]) for name in names if name), default=0) + 1}{path.suffix}")
-
-
-def _close_in_children(log: EventLog) -> None:
-    """Leave the file to this process: one that it forks would keep it locked for as long as it lives."""
-    if hasattr(os, "register_at_fork"):
-        here = weakref.ref(log)
-        os.register_at_fork(after_in_child=lambda: None if (mine := here()) is None else mine.close())

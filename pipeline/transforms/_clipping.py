@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 
 import attrs
 import torch
@@ -28,15 +26,6 @@ def has_something(frame: Frame) -> bool:
     """Whether there are gradients to rewrite, of a window that is not known to weigh nothing."""
     factor = frame.update_factor
     return bool(frame.state.window.grads) and not (isinstance(factor, float) and factor == 0.0)
-
-
-@lru_cache
-def places(patterns: tuple[str, ...], names: tuple[str, ...]) -> tuple[int, ...]:
-    """For each name the number of the first pattern that it matches, `len(patterns)` for none."""
-    return tuple(
-        next((i for i, pattern in enumerate(patterns) if fnmatch.fnmatchcase(name, pattern)), len(patterns))
-        for name in names
-    )
 
 
 def factor_to(max_norm: float, norm: Tensor) -> Tensor:

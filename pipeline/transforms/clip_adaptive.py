@@ -5,26 +5,21 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import attrs
 import torch
 from torch import Tensor
 
 from pipeline._checks import positive
+from pipeline._patterns import as_patterns, places
 from pipeline.errors import SettingError
 from pipeline.records import Frame, TrainState
 from pipeline.tensors import Tensors
-from pipeline.transforms._clipping import has_something, is_due, places, rewritten
+from pipeline.transforms._clipping import has_something, is_due, rewritten
 from pipeline.transforms._norm import global_norm, normalised, row_norms, rows
 
 __all__ = ["AdaptiveClip"]
-
-
-def _patterns(leave: object) -> tuple[str, ...]:
-    given = (leave,) if isinstance(leave, str) else leave
-    if not isinstance(given, (tuple, list)) or not all(isinstance(pattern, str) for pattern in given):
-        raise SettingError("AdaptiveClip.leave", "a pattern on parameter names, or several", leave)
-    return tuple(given)
 
 
 @attrs.frozen
@@ -50,7 +45,7 @@ class AdaptiveClip:
 
     clip: float = 0.01
     eps: float = 1e-3
-    leave: tuple[str, ...] = attrs.field(default=(), converter=_patterns)
+    leave: tuple[str, ...] = attrs.field(default=(), converter=partial(as_patterns, "AdaptiveClip.leave"))
 
     reads = frozenset({"window.grads", "update_factor", "ready", "params"})
     writes = frozenset({"window.grads", "update_factor", "facts"})

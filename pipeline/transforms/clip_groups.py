@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from pipeline._checks import positive
+from pipeline._patterns import places
 from pipeline.errors import SettingError
 from pipeline.records import Frame, TrainState
-from pipeline.transforms._clipping import factor_to, has_something, is_due, places, rewritten, scaled
+from pipeline.transforms._clipping import factor_to, has_something, is_due, rewritten, scaled
 from pipeline.transforms._norm import global_norm, normalised, norms
 
 __all__ = ["ClipByGroupNorm", "ClipPerParameter"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import attrs
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from pipeline._binding import tied_names
+from pipeline._patterns import as_patterns
 from pipeline.errors import DeviceError, LossError, SettingError, StateMismatchError
 from pipeline.records import Frame, Loss, TrainState
 from pipeline.tensors import Tensors
@@ -43,10 +45,6 @@ def _buffer_places(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
     return places
 
 
-def _patterns(given: str | Iterable[str]) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given)
-
-
 @attrs.frozen(repr=False)
 class Forward:
     """Run the loss function on the batch with the state's parameters.
@@ -72,7 +70,9 @@ class Forward:
     model: nn.Module
     loss: LossFunction
     autocast: torch.dtype | None = None
-    recompute: tuple[str, ...] = attrs.field(default=(), converter=_patterns)
+    recompute: tuple[str, ...] = attrs.field(
+        default=(), converter=partial(as_patterns, "Forward.recompute", of="module")
+    )
     _whole: _LossOfModel = attrs.field(init=False, eq=False)
     _buffers: list[tuple[dict[str, Any], str]] = attrs.field(init=False, eq=False)
     _recomputed: list[nn.Module] = attrs.field(init=False, eq=False)

@@ -893,6 +893,6 @@ def test_a_checkpoint_that_is_asked_for_at_the_end_comes_before_it_or_not_at_all
     asking = monitors.monitor("asks", lambda: 0, lambda n, event: n + 1, lambda n: n, signals=lambda n: [Save(f"{n}")])
     step, state, _ = started(window=1)
     memory = Memory()
-    fold(step, state, make_batches(3), monitors=[asking], sinks=[memory], store=tmp_path)
+    fold(step, state, make_batches(3), monitors=[asking], sinks=[memory], store=tmp_path, until=Updates(2))
     assert isinstance(memory.events[-1], RunEnded)
     assert sum(isinstance(event, RunEnded) for event in memory.events) == 1

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any, TypeGuard
 
 from pipeline.errors import SettingError
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether `value` is one; True and False are none. NaN is."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def whole(setting: str, value: object, least: int = 1) -> None:
@@ -15,11 +21,35 @@ def whole(setting: str, value: object, least: int = 1) -> None:
 
 def not_negative(setting: str, value: object) -> None:
     """Raise SettingError unless `value` is a finite number of at least 0."""
-    if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+    if not is_number(value) or not 0 <= value < math.inf:
         raise SettingError(setting, "0 or more and finite", value)
 
 
 def positive(setting: str, value: object) -> None:
     """Raise SettingError unless `value` is a finite number above 0."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+    if not is_number(value) or not 0 < value < math.inf:
         raise SettingError(setting, "positive and finite", value)
+
+
+def share(setting: str, value: object, *, whole: bool = False) -> None:
+    """Raise SettingError unless `value` is a number above 0 and below 1, or, where it may be the `whole`, 1 itself."""
+    if not is_number(value) or not (0 < value < 1 or (whole and value == 1)):
+        raise SettingError(setting, f"above 0 and {'at most' if whole else 'below'} 1", value)
+
+
+def one_of(setting: str, value: object, *choices: str) -> None:
+    """Raise SettingError unless `value` is one of the words."""
+    if value not in choices:
+        raise SettingError(setting, " or ".join(map(repr, choices)), value)
+
+
+def function(setting: str, value: object) -> None:
+    """Raise SettingError unless `value` can be called."""
+    if not callable(value):
+        raise SettingError(setting, "a function", value)
+
+
+def text(instance: object, attribute: Any, value: object) -> None:
+    """The same for a field, as a validator of attrs: raise SettingError unless `value` is text, and not empty."""
+    if not isinstance(value, str) or not value:
+        raise SettingError(f"{type(instance).__name__}.{attribute.name}", "text", value)

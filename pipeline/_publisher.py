@@ -12,7 +12,7 @@ import attrs
 from pipeline._publication import Transfer, settle
 from pipeline.audience import Audience
 from pipeline.checkpoint import Checkpoint
-from pipeline.errors import LossError, MeasureError
+from pipeline.errors import LossError
 from pipeline.events import EvalDone, Event, MemoryMeasured, MicroBatchDone, RunEnded, UpdateDone
 from pipeline.monitor import Evaluate, Rewind, Save, ScaleRate, Signal, Stop
 from pipeline.records import Part, Progress, TrainState, Window
@@ -160,10 +160,8 @@ class Publisher:
 
     def _check_watched(self) -> None:
         """Once every evaluation has run, what a monitor watches must have been among what they report."""
-        for monitor in self.audience.monitors:
-            watched = getattr(monitor, "watches", None)
-            if watched is not None and not self.to_come and watched not in self.reported:
-                raise MeasureError(monitor.name, watched, self.reported)
+        if not self.to_come:
+            self.audience.check_watched(self.reported)
 
     def run(self) -> Run:
         """The run as it stands, its state owned by nobody."""

@@ -6,11 +6,12 @@ The same in a fold and in a loop written by hand.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from pipeline.errors import DuplicateNameError
+from pipeline import _watchers as watchers
+from pipeline.errors import DuplicateNameError, MeasureError, SettingError
 from pipeline.events import Event
 from pipeline.monitor import Monitor, Signal
 
@@ -33,11 +34,12 @@ class Sink(Protocol):
 class Audience:
     """Monitors and sinks, told of the same events in the same order.
 
-    Raises: DuplicateNameError for two monitors of one name.
+    Raises: DuplicateNameError for two monitors of one name; SettingError for what is no monitor or no sink.
     """
 
     def __init__(self, monitors: Iterable[Monitor], sinks: Iterable[Sink]) -> None:
-        self.monitors, self.sinks = tuple(monitors), tuple(sinks)
+        self.monitors = tuple(watchers.checked("Each of `monitors`", monitor) for monitor in monitors)
+        self.sinks = watchers.checked_sinks(sinks)
         names = [monitor.name for monitor in self.monitors]
         for name in names:
             if names.count(name) > 1:
@@ -97,12 +99,17 @@ class Audience:
         """What they ask of the run, with the name of who asks."""
         for monitor, accumulator in zip(self.monitors, self.accumulators, strict=True):
             if hasattr(monitor, "signals"):
-                for signal in monitor.signals(accumulator):  # type: ignore[attr-defined]
-                    yield monitor.name, signal
+                yield from _signals(monitor.name, monitor.signals(accumulator))  # type: ignore[attr-defined]
         for sink in self.sinks:
             if hasattr(sink, "signals"):
-                for signal in sink.signals():  # type: ignore[attr-defined]
-                    yield repr(sink), signal
+                yield from _signals(repr(sink), sink.signals())  # type: ignore[attr-defined]
+
+    def check_watched(self, reported: Collection[str]) -> None:
+        """Raise MeasureError if a monitor watches a measure that is not among those `reported` by evaluations."""
+        for monitor in self.monitors:
+            for measure in getattr(monitor, "watches", ()):
+                if measure not in reported:
+                    raise MeasureError(monitor.name, measure, tuple(reported))
 
     def _queue(self, events: Sequence[Event]) -> None:
         for queue in (*self._to_reduce, *self._to_write):
@@ -117,6 +124,13 @@ class Audience:
         queue, write = self._to_write[place], self.sinks[place].write
         while queue:
             write(queue.popleft())
+
+
+def _signals(who: str, asked: Any) -> Iterator[tuple[str, Signal]]:
+    for signal in asked if isinstance(asked, Iterable) else (asked,):
+        if not isinstance(signal, Signal):
+            raise SettingError(f"What {who}.signals gives", "signals in a list, such as [Stop(reason)]", signal)
+        yield who, signal
 
 
 @contextmanager

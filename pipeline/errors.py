@@ -82,7 +82,7 @@ class FoldtrainError(Exception):
     """The root of the tree: catch it to catch all that the library raises on purpose."""
 
 
-@attrs.define(slots=False, eq=False)
+@attrs.define(slots=False, eq=False, repr=False)
 class SettingError(FoldtrainError, ValueError):
     """A setting out of range, found when the object is built."""
 
@@ -99,7 +99,7 @@ class CompositionError(FoldtrainError, ValueError):
     """A chain that cannot work, found when it is composed."""
 
 
-@attrs.define(slots=False, eq=False)
+@attrs.define(slots=False, eq=False, repr=False)
 class NotATransformError(CompositionError, TypeError):
     """Something in a chain that is no callable `Frame -> Frame`, or that did not return a frame."""
 
@@ -111,7 +111,7 @@ class NotATransformError(CompositionError, TypeError):
         return f"{self.where} {self.got!r}: {self.cure}"
 
 
-@attrs.define(slots=False, eq=False)
+@attrs.define(slots=False, eq=False, repr=False)
 class DuplicateNameError(CompositionError):
     """Two transforms, monitors or evaluations of one name."""
 
@@ -125,7 +125,7 @@ class DuplicateNameError(CompositionError):
         return f"Two {self.kind}s are called {self.name!r}: {cure}."
 
 
-@attrs.define(slots=False, eq=False)
+@attrs.define(slots=False, eq=False, repr=False)
 class UnknownNameError(CompositionError, LookupError):
     """No part of that name."""
 
@@ -137,7 +137,7 @@ class UnknownNameError(CompositionError, LookupError):
         return f"{self.owner} has no part called {self.name!r}: it has {', '.join(self.known) or 'none'}."
 
 
-@attrs.define(slots=False, eq=False)
+@attrs.define(slots=False, eq=False, repr=False)
 class OrderError(CompositionError):
     """A transform that reads what nothing before it writes, or what was used up before it."""
 
@@ -154,7 +154,7 @@ class FrameError(FoldtrainError, ValueError):
     """One micro-batch that cannot be processed; the state before it is as it was."""
 
 
-@attrs.define(slots=False, eq=False)
+@attrs.define(slots=False, eq=False, repr=False)
 class MissingFieldError(FrameError):
     """The frame lacks what the transform reads."""
 
@@ -166,7 +166,7 @@ class MissingFieldError(FrameError):
         return f"{self.transform} reads {self.field}, and this frame has none: {self.cure}."
 
 
-@attrs.define(slots=False, eq=False)
+@attrs.define(slots=False, eq=False, repr=False)
 class LossError(FrameError):
     """What the loss function returned is not a loss, or its weight is negative."""
 
@@ -179,7 +179,7 @@ class LossError(FrameError):
         return f"{self.what} must be {self.expected}, got {self.got}: {self.cure}."
 
 
-@attrs.define(slots=False, eq=False)
+@attrs.define(slots=False, eq=False, repr=False)
 class NoGraphError(FrameError):
     """The loss depends on no parameter that requires a gradient."""
 
@@ -192,7 +192,7 @@ class NoGraphError(FrameError):
         )
 
 
-@attrs.define(slots=False, eq=False)
+@attrs.define(slots=False, eq=False, repr=False)
 class DeviceError(FrameError):
     """Batch and parameters lie on different devices."""
 
@@ -210,7 +210,7 @@ class StateError(FoldtrainError, ValueError):
     """A state that cannot be used here."""
 
 
-@attrs.define(slots=False, eq=False)
+@attrs.define(slots=False, eq=False, repr=False)
 class StaleStateError(StateError, RuntimeError):
     """The buffers of this record were taken over by a later one."""
 
@@ -224,7 +224,7 @@ class StaleStateError(StateError, RuntimeError):
         )
 
 
-@attrs.define(slots=False, eq=False)
+@attrs.define(slots=False, eq=False, repr=False)
 class StateMismatchError(StateError):
     """A state of another model: names, shapes or tied values differ."""
 
@@ -247,7 +247,7 @@ class StateMismatchError(StateError):
         return f"This state is not one of {self.owner}: {'; '.join(parts)}. {self.cure}"
 
 
-@attrs.define(slots=False, eq=False)
+@attrs.define(slots=False, eq=False, repr=False)
 class OptimizerMismatchError(StateError):
     """Optimizer state that another class made: its moments mean something else."""
 
@@ -265,7 +265,7 @@ class StreamError(FoldtrainError, ValueError):
     """A stream that cannot give what it was asked for: batches where there are none, a second pass over a generator."""
 
 
-@attrs.define(slots=False, eq=False)
+@attrs.define(slots=False, eq=False, repr=False)
 class PlaceError(StreamError):
     """A place that a stream cannot go to."""
 
@@ -279,7 +279,7 @@ class PlaceError(StreamError):
         return said + (f" {self.cure}" if self.cure else "")
 
 
-@attrs.define(slots=False, eq=False)
+@attrs.define(slots=False, eq=False, repr=False)
 class WorkerError(StreamError, RuntimeError):
     """A worker process that died, or that nothing can be sent to or from."""
 
@@ -291,7 +291,7 @@ class WorkerError(StreamError, RuntimeError):
         return f"{self.what} {self.why}: {self.cure}."
 
 
-@attrs.define(slots=False, eq=False)
+@attrs.define(slots=False, eq=False, repr=False)
 class MeasureError(FoldtrainError, LookupError):
     """A monitor asks for a measure that nothing reports."""
 
@@ -308,7 +308,7 @@ class LogError(FoldtrainError, ValueError):
     """An event log that cannot be written, read or continued."""
 
 
-@attrs.define(slots=False, eq=False)
+@attrs.define(slots=False, eq=False, repr=False)
 class EventFormError(LogError, TypeError):
     """An event, or a class of events, that has no form in JSON."""
 
@@ -320,7 +320,7 @@ class EventFormError(LogError, TypeError):
         return f"{self.event} has no form in JSON: {self.problem}. {self.cure}"
 
 
-@attrs.define(slots=False, eq=False)
+@attrs.define(slots=False, eq=False, repr=False)
 class UnknownEventError(LogError, LookupError):
     """An event of a class that the reader was not given."""
 
@@ -335,7 +335,7 @@ class UnknownEventError(LogError, LookupError):
         )
 
 
-@attrs.define(slots=False, eq=False)
+@attrs.define(slots=False, eq=False, repr=False)
 class DamagedLogError(LogError):
     """A line that is no event."""
 
@@ -346,7 +346,7 @@ class DamagedLogError(LogError):
         return f"{self.where} is no event: {self.problem}."
 
 
-@attrs.define(slots=False, eq=False)
+@attrs.define(slots=False, eq=False, repr=False)
 class LogFormatError(LogError):
     """A log in the format of a later version."""
 
@@ -361,7 +361,7 @@ class LogFormatError(LogError):
         )
 
 
-@attrs.define(slots=False, eq=False)
+@attrs.define(slots=False, eq=False, repr=False)
 class LogTooShortError(LogError):
     """A log that ends before the place where a run goes on."""
 
@@ -376,7 +376,7 @@ class LogTooShortError(LogError):
         )
 
 
-@attrs.define(slots=False, eq=False)
+@attrs.define(slots=False, eq=False, repr=False)
 class LogInUseError(LogError, RuntimeError):
     """A log that another run is writing."""
 
@@ -393,7 +393,7 @@ class CheckpointError(FoldtrainError, ValueError):
     """A checkpoint that cannot be written, found, read or used. What failed underneath is its cause."""
 
 
-@attrs.define(slots=False, eq=False)
+@attrs.define(slots=False, eq=False, repr=False)
 class DamagedCheckpointError(CheckpointError):
     """The files of a checkpoint are not those that were written."""
 
@@ -406,7 +406,7 @@ class DamagedCheckpointError(CheckpointError):
         )
 
 
-@attrs.define(slots=False, eq=False)
+@attrs.define(slots=False, eq=False, repr=False)
 class CheckpointFormatError(CheckpointError):
     """A checkpoint in the format of a later version."""
 
@@ -421,7 +421,7 @@ class CheckpointFormatError(CheckpointError):
         )
 
 
-@attrs.define(slots=False, eq=False)
+@attrs.define(slots=False, eq=False, repr=False)
 class StoreInUseError(CheckpointError, RuntimeError):
     """A folder that another run is saving to."""
 

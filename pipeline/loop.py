@@ -15,10 +15,12 @@ from torch import nn
 
 from pipeline import _randomness as randomness
 from pipeline._binding import bind
+from pipeline._checks import whole
 from pipeline._driver import Driver, one
 from pipeline._keeper import Keeper, store_for, to_go_on_from
 from pipeline._models import models_in
 from pipeline._publisher import Clock, Publisher, Watched, attach, let_go, stamp
+from pipeline._watchers import checked_sinks
 from pipeline.audience import Audience, Sink
 from pipeline.checkpoint import CheckpointStore
 from pipeline.checkpoint._adopted import check_names
@@ -128,7 +130,7 @@ def fold(
           what no evaluation reports; StaleStateError for a state that was handed over before; CheckpointError for a
           checkpoint that cannot be saved or read; StateMismatchError for one of another model or step.
     """
-    sinks, evaluations = tuple(sinks), tuple(evaluations)
+    sinks, evaluations = checked_sinks(sinks), tuple(evaluations)
     with ExitStack() as closing:
         for sink in sinks:
             closing.callback(sink.close)
@@ -138,8 +140,7 @@ def fold(
                 raise DuplicateNameError("evaluation", name)
         if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise SettingError("fold(state)", "a TrainState", state, "Make one with `init(step, model)`.")
-        if publish_every < 1:
-            raise SettingError("fold(publish_every)", "at least 1 update", publish_every)
+        whole("fold(publish_every)", publish_every)
         store = store_for(store, audience.monitors)
         if store is not None:
             closing.enter_context(store)

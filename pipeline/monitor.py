@@ -71,7 +71,7 @@ class Rewind(Signal):
 class Monitor(Protocol):
     """A reducer over events. `name` is what its result is called in `run.results`.
 
-    Optional besides `merge` and `signals`: `watches`, the measure of an evaluation without which it means nothing;
+    Optional besides `merge` and `signals`: `watches`, the measures of evaluations without which it means nothing;
     `urgent(event)`, whether events have to be published at this one; `needs_store`, whether it asks for checkpoints.
     """
 

@@ -11,7 +11,7 @@ from typing import Any, Self, SupportsFloat
 
 from pipeline.audience import Audience, Sink
 from pipeline.events import EpochEnded, EvalDone, Event, RunEnded, RunStarted, UpdateDone
-from pipeline.monitor import Monitor, ScaleRate, Stop
+from pipeline.monitor import Monitor, ScaleRate, Signal, Stop
 
 __all__ = ["Observer", "observe"]
 
@@ -23,8 +23,10 @@ class Observer:
 
     `update`, `evaluation` and `epoch_ended` count and stamp the usual events; `send` takes any other. Then `results`
     holds each monitor's result by name, `stops` the reasons for which they ask to end the run (empty while none does),
-    and `rate_factor` what they ask the learning rates to be multiplied by. On leaving the block the sinks are closed,
-    with a `RunEnded` that names the error if there was one.
+    `rate_factor` what they ask the learning rates to be multiplied by, and `asked` all that they ask for now, a `Save`
+    or an `Evaluate` too: nothing of it is done but by the loop. On leaving the block the sinks are closed, with a
+    `RunEnded` that names the error if there was one; MeasureError, if there was none, for a monitor that watches what
+    no evaluation has reported.
     """
 
     def __init__(self, audience: Audience, clock: Callable[[], float]) -> None:
@@ -32,6 +34,7 @@ class Observer:
         self._updates = self._epoch = self._samples = self._tokens = 0
         self._stops: list[str] = []
         self._factors: dict[str, float] = {}
+        self._reported: dict[str, None] = {}
 
     @property
     def results(self) -> dict[str, Any]:
@@ -48,9 +51,17 @@ class Observer:
         """What the scheduled learning rates should be multiplied by."""
         return math.prod(self._factors.values())
 
+    @property
+    def asked(self) -> tuple[Signal, ...]:
+        """What the monitors and sinks ask for now."""
+        return tuple(signal for _, signal in self._audience.signals())
+
     def send(self, *events: Event) -> None:
         """Tell the monitors and sinks of these events, and take in what they ask for."""
         self._audience.tell(events)
+        for event in events:
+            if isinstance(event, EvalDone):
+                self._reported |= dict.fromkeys(event.values)
         for who, signal in self._audience.signals():
             if isinstance(signal, Stop) and signal.reason not in self._stops:
                 self._stops.append(signal.reason)
@@ -124,6 +135,8 @@ class Observer:
                 closing.callback(sink.close)
             if error is None:
                 self.send(RunEnded(**self._stamp(), reasons=self.stops or ("the loop ended",)))
+                if self._reported:
+                    self._audience.check_watched(self._reported)
             else:
                 reasons = (f"{type(error).__name__}: {error}",)
                 self._audience.tell_of_failure(error, [RunEnded(**self._stamp(), reasons=reasons)])
@@ -135,6 +148,6 @@ def observe(
     """Watch a loop written by hand, or another library's: no fold, and no torch.
 
     Args:   clock: stamps the events, in seconds.
-    Raises: DuplicateNameError for two monitors of one name.
+    Raises: DuplicateNameError for two monitors of one name; SettingError for what is no monitor or no sink.
     """
     return Observer(Audience(monitors, sinks), clock)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from pipeline import monitors, observe, replay
-from pipeline.errors import DuplicateNameError
-from pipeline.events import BatchSkipped, EvalDone, Event, RunEnded, UpdateDone
+from pipeline.errors import DuplicateNameError, MeasureError, SettingError
+from pipeline.events import BatchSkipped, CheckpointSaved, EvalDone, Event, RunEnded, UpdateDone
+from pipeline.monitor import Save, Stop
 
 
 class Recorder:
@@ -113,3 +115,63 @@ def test_it_needs_no_torch() -> None:
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_all_that_is_asked_for_is_there_for_the_loop_to_do() -> None:
+    saving = monitors.SaveEvery(updates=2)
+    with observe([saving, monitors.EarlyStopping("val_loss", patience=1)]) as run:
+        run.update(1.0)
+        assert run.asked == ()
+        run.update(1.0)
+        assert run.asked == (Save("every 2 updates"),)
+        run.send(CheckpointSaved(micro_step=2, update=2, epoch=0, time=0.0, path="a", reasons=("every 2 updates",)))
+        assert run.asked == ()
+        for _ in range(2):
+            run.evaluation("val", {"loss": 1.0})
+        assert [type(signal) for signal in run.asked] == [Stop]
+
+
+def test_a_misspelt_measure_is_told_of_at_the_end_and_costs_nothing() -> None:
+    recorder = Recorder()
+    run = observe([monitors.MeanLoss(), monitors.EarlyStopping("val_los")], [recorder])
+    run.__enter__()
+    run.update(1.0)
+    run.evaluation("val", {"loss": 1.0})
+    with pytest.raises(MeasureError, match=r"'val_los', which nothing reports\. What is reported: val_loss"):
+        run.__exit__(None, None, None)
+    assert run.results["MeanLoss"] == 1.0
+    assert isinstance(recorder.events[-1], RunEnded)
+    assert recorder.closed == 1
+    with observe([monitors.EarlyStopping("val_los")]) as short:  # which ends before anything was evaluated
+        short.update(1.0)
+
+
+@pytest.mark.parametrize("bad", [monitors.MeanLoss, "MeanLoss", None])
+def test_what_is_no_monitor_and_what_is_no_sink_is_refused(bad: Any) -> None:
+    with pytest.raises(SettingError, match=r"Each of `monitors` must be a monitor, such as `monitors.MeanLoss\(\)`"):
+        observe([bad])
+    with pytest.raises(SettingError, match=r"Each of `sinks` must be a sink, such as `sinks.Console\(\)`"):
+        observe([], [bad])
+
+
+@pytest.mark.parametrize("asked", [Stop("now"), ["stop"], None], ids=["not in a list", "no signal", "nothing"])
+def test_what_a_monitor_asks_for_must_be_signals(asked: Any) -> None:
+    talking = monitors.monitor("talking", int, lambda n, _: n, lambda n: n, signals=lambda _: asked)
+    if isinstance(asked, Stop):
+        with observe([talking]) as run:
+            assert run.stops == ("now",)
+        return
+    with pytest.raises(SettingError, match=r"What talking.signals gives must be signals in a list"):
+        observe([talking]).__enter__()
+
+
+class Failing(Recorder):
+    def write(self, event: Event) -> None:
+        raise OSError("no space")
+
+
+def test_a_sink_that_fails_on_the_first_event_leaves_none_open() -> None:
+    sinks = [Recorder(), Failing()]
+    with pytest.raises(OSError, match="no space"):
+        observe([], sinks).__enter__()
+    assert [sink.closed for sink in sinks] == [1, 1]

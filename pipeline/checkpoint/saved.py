@@ -8,9 +8,8 @@ from typing import Literal
 
 import attrs
 
-from pipeline._checks import whole
+from pipeline._checks import one_of, whole
 from pipeline.checkpoint._manifest import read_manifest
-from pipeline.errors import SettingError
 
 __all__ = ["Keeping", "Saved"]
 
@@ -71,8 +70,7 @@ class Keeping:
         whole("CheckpointStore.keep_best", self.best)
         if self.every_updates is not None:
             whole("CheckpointStore.keep_every", self.every_updates)
-        if self.mode not in ("min", "max"):
-            raise SettingError("CheckpointStore.mode", "'min' or 'max'", self.mode)
+        one_of("CheckpointStore.mode", self.mode, "min", "max")
 
     def kept(self, found: Sequence[Saved]) -> list[Saved]:
         """Those of `found`, the oldest first, that stay."""

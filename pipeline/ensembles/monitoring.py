@@ -7,10 +7,10 @@ from typing import Any
 
 import attrs
 
+from pipeline._watchers import checked
 from pipeline.ensembles._members import is_member
 from pipeline.events import EvalDone, Event
 from pipeline.monitor import Monitor, Signal, Stop
-from pipeline.monitors._wrapper import checked
 
 __all__ = ["per_member"]
 
@@ -92,4 +92,4 @@ def per_member(monitor: Monitor, *, name: str | None = None) -> Monitor:
 
     Raises: SettingError for what is no monitor.
     """
-    return _PerMember(checked("per_member", monitor), name or monitor.name)
+    return _PerMember(checked("per_member(monitor)", monitor), name or monitor.name)

@@ -7,19 +7,11 @@ from typing import Any, ClassVar
 import attrs
 
 from pipeline._declared import show
-from pipeline.errors import SettingError
 from pipeline.events import Event
 from pipeline.monitor import Monitor
 
 ASKING = frozenset({"signals", "urgent", "needs_store"})
 """What a monitor has that asks something of the fold."""
-
-
-def checked(combinator: str, monitor: Monitor) -> Monitor:
-    """`monitor` itself; SettingError where it is none."""
-    if isinstance(monitor, type) or not isinstance(monitor, Monitor):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise SettingError(f"{combinator}(monitor)", "a monitor, such as `monitors.MeanLoss()`", monitor)
-    return monitor
 
 
 class Wrapper:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import attrs
 
-from pipeline.errors import SettingError
+from pipeline._checks import one_of, text
 from pipeline.events import EvalDone, Event, UpdateDone
 from pipeline.monitors._readings import reading
 from pipeline.monitors._written import Written
@@ -31,21 +31,19 @@ class Best(Written):
     Raises: SettingError, when built. A fold raises MeasureError once every evaluation has run and none reports it.
     """
 
-    measure: str
+    measure: str = attrs.field(validator=text)
     mode: Literal["min", "max"] = "min"
     of: Literal["evaluations", "updates"] = "evaluations"
     name: str = attrs.field(default=attrs.Factory(lambda best: f"Best {best.measure}", takes_self=True))
 
     def __attrs_post_init__(self) -> None:
-        if self.mode not in ("min", "max"):
-            raise SettingError("Best.mode", "'min' or 'max'", self.mode)
-        if self.of not in ("evaluations", "updates"):
-            raise SettingError("Best.of", "'evaluations' or 'updates'", self.of)
+        one_of("Best.mode", self.mode, "min", "max")
+        one_of("Best.of", self.of, "evaluations", "updates")
 
     @property
-    def watches(self) -> str | None:
-        """The measure of an evaluation without which this monitor means nothing."""
-        return self.measure if self.of == "evaluations" else None
+    def watches(self) -> tuple[str, ...]:
+        """The measures of evaluations without which this monitor means nothing."""
+        return (self.measure,) if self.of == "evaluations" else ()
 
     def init(self) -> Found:
         """None: no value yet."""

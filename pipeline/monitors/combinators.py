@@ -11,10 +11,11 @@ from typing import Any
 
 import attrs
 
-from pipeline._checks import whole
+from pipeline._checks import function, whole
+from pipeline._watchers import checked
 from pipeline.events import Event, UpdateDone
 from pipeline.monitor import Monitor
-from pipeline.monitors._wrapper import Wrapper, checked
+from pipeline.monitors._wrapper import Wrapper
 
 __all__ = ["every", "filter", "map", "premap"]
 
@@ -36,9 +37,10 @@ class _Map(Wrapper):
 def map(monitor: Monitor, fn: Callable[[Any], Any], *, name: str | None = None) -> Monitor:
     """`monitor` with `fn(result)` for its result; None stays None.
 
-    Raises: SettingError for what is no monitor.
+    Raises: SettingError for what is no monitor, or no function.
     """
-    return _Map(checked("map", monitor), fn, name or monitor.name)
+    function("map(fn)", fn)
+    return _Map(checked("map(monitor)", monitor), fn, name or monitor.name)
 
 
 @attrs.frozen(repr=False)
@@ -61,9 +63,10 @@ def filter(monitor: Monitor, predicate: Callable[[Any], object], *, name: str | 
     Only events that the monitor does not pass over anyway are asked about: over a `MeanLoss`, which reads `UpdateDone`
     alone, `lambda event: event.part == "generator"` will do.
 
-    Raises: SettingError for what is no monitor.
+    Raises: SettingError for what is no monitor, or no function.
     """
-    return _Filter(checked("filter", monitor), predicate, name or monitor.name)
+    function("filter(predicate)", predicate)
+    return _Filter(checked("filter(monitor)", monitor), predicate, name or monitor.name)
 
 
 @attrs.frozen(repr=False)
@@ -94,9 +97,10 @@ def premap(monitor: Monitor, fn: Callable[[Any], Event], *, name: str | None = N
 
     It has no `watches`: what is watched may have had another name before.
 
-    Raises: SettingError for what is no monitor.
+    Raises: SettingError for what is no monitor, or no function.
     """
-    return _Premap(checked("premap", monitor), fn, name or monitor.name)
+    function("premap(fn)", fn)
+    return _Premap(checked("premap(monitor)", monitor), fn, name or monitor.name)
 
 
 @attrs.frozen(repr=False)
@@ -121,4 +125,4 @@ def every(monitor: Monitor, n: int, *, name: str | None = None) -> Monitor:
     Raises: SettingError for what is no monitor, and unless n is a whole number of at least 1.
     """
     whole("every(n)", n)
-    return _Every(checked("every", monitor), n, name or monitor.name)
+    return _Every(checked("every(monitor)", monitor), n, name or monitor.name)

@@ -8,10 +8,10 @@ from typing import Any
 
 import attrs
 
+from pipeline._watchers import checked
 from pipeline.errors import DuplicateNameError
 from pipeline.events import Event
 from pipeline.monitor import Monitor, ScaleRate, Signal
-from pipeline.monitors._wrapper import checked
 
 __all__ = ["combine"]
 
@@ -50,9 +50,7 @@ class _Combine:
         if attribute == "needs_store":
             return any(monitor.needs_store for monitor in self._having("needs_store"))
         if attribute == "watches":
-            watched = {monitor.watches for monitor in self._having("watches")} - {None}
-            if len(watched) == 1:
-                return watched.pop()
+            return tuple(measure for monitor in self._having("watches") for measure in monitor.watches)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {attribute!r}")
 
     def _having(self, attribute: str) -> list[Any]:
@@ -83,13 +81,13 @@ def combine(*monitors: Monitor, name: str = "combine", **named: Monitor) -> Moni
     """Several monitors as one, whose result is a dictionary of theirs: by their names, or by those given as keywords.
 
     The result is None where all are. It can `merge` where all can, asks of the fold what each does (the factors of
-    several `ScaleRate` multiplied), and `watches` a measure where all that watch one watch the same.
+    several `ScaleRate` multiplied), and `watches` what each does.
 
     Raises: SettingError for what is no monitor; DuplicateNameError for two of one name.
     """
-    parts = (*((checked("combine", monitor).name, monitor) for monitor in monitors), *named.items())
+    parts = (*((checked("combine(monitor)", monitor).name, monitor) for monitor in monitors), *named.items())
     for part, monitor in parts:
-        checked("combine", monitor)
+        checked("combine(monitor)", monitor)
         if [other for other, _ in parts].count(part) > 1:
             raise DuplicateNameError("monitor", part)
     return _Combine(parts, name)

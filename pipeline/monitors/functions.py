@@ -7,8 +7,8 @@ from typing import Any
 
 import attrs
 
+from pipeline import _checks as check
 from pipeline._declared import show
-from pipeline.errors import SettingError
 from pipeline.monitor import Monitor, Signal
 
 __all__ = ["monitor"]
@@ -52,7 +52,7 @@ def monitor(
     """
     given = {"init": init, "reduce": reduce, "result": result, "merge": merge, "signals": signals}
     for part, function in given.items():
-        if not callable(function) and (function is not None or part in ("init", "reduce", "result")):
-            raise SettingError(f"monitor({part})", "a function", function)
+        if function is not None or part in ("init", "reduce", "result"):
+            check.function(f"monitor({part})", function)
     optional = tuple((part, f) for part, f in (("merge", merge), ("signals", signals)) if f is not None)
     return _OfFunctions(name, init, reduce, result, optional)

@@ -7,7 +7,7 @@ from typing import Literal
 
 import attrs
 
-from pipeline._checks import positive
+from pipeline._checks import one_of, positive
 from pipeline.errors import SettingError
 from pipeline.events import Event, UpdateDone
 from pipeline.monitors import _spread as spread
@@ -49,8 +49,7 @@ class LayerGradNorms(Written):
         positive("LayerGradNorms.exploding", self.exploding)
         if self.vanishing >= self.exploding:
             raise SettingError("LayerGradNorms.vanishing", f"below exploding, {self.exploding}", self.vanishing)
-        if self.threshold_mode not in ("relative", "absolute"):
-            raise SettingError("LayerGradNorms.threshold_mode", "'relative' or 'absolute'", self.threshold_mode)
+        one_of("LayerGradNorms.threshold_mode", self.threshold_mode, "relative", "absolute")
 
     def init(self) -> tuple[tuple[str, Judged], ...]:
         """No layer."""

@@ -6,6 +6,7 @@ import math
 
 import attrs
 
+from pipeline._checks import share, text
 from pipeline.events import Event, UpdateDone
 from pipeline.monitors import _fading as fading
 from pipeline.monitors._readings import reading
@@ -63,7 +64,7 @@ class Mean(_WeightedMean):
     Merge:  two logs, or two ranks.
     """
 
-    measure: str
+    measure: str = attrs.field(validator=text)
     name: str = attrs.field(default=attrs.Factory(lambda mean: f"Mean {mean.measure}", takes_self=True))
 
     def reduce(self, accumulator: WeightedSum, event: Event) -> WeightedSum:
@@ -91,12 +92,12 @@ class ExponentialMean(Written):
     Source: Kingma, Ba 2015, arXiv:1412.6980, section 3.
     """
 
-    measure: str = "loss"
+    measure: str = attrs.field(default="loss", validator=text)
     decay: float = 0.98
     name: str = attrs.field(default=attrs.Factory(lambda mean: f"ExponentialMean {mean.measure}", takes_self=True))
 
     def __attrs_post_init__(self) -> None:
-        fading.check("ExponentialMean.decay", self.decay)
+        share("ExponentialMean.decay", self.decay, whole=True)
 
     def init(self) -> fading.Sums:
         """(sum, sum of weights, count) of nothing."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol, cast
 
 import attrs
 
+from pipeline._checks import function
 from pipeline.errors import SettingError
 from pipeline.events import Event
 from pipeline.monitors._written import Written
@@ -127,6 +128,9 @@ class Metric(Written):
     feed: Callable[[Any], tuple[Any, ...] | None]
     name: str = attrs.field(default=attrs.Factory(lambda monitor: type(monitor.metric).__name__, takes_self=True))
     _start: Mapping[str, Any] = attrs.field(init=False, eq=False, default=attrs.Factory(_untouched, takes_self=True))
+
+    def __attrs_post_init__(self) -> None:
+        function("Metric.feed", self.feed)
 
     def init(self) -> Changed | None:
         """None: nothing fed yet."""

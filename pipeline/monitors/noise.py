@@ -6,6 +6,7 @@ import math
 
 import attrs
 
+from pipeline._checks import share
 from pipeline.events import Event, UpdateDone
 from pipeline.monitors import _fading as fading
 from pipeline.monitors._written import Written
@@ -45,7 +46,7 @@ class GradNoiseScale(Written):
     name: str = "GradNoiseScale"
 
     def __attrs_post_init__(self) -> None:
-        fading.check("GradNoiseScale.decay", self.decay)
+        share("GradNoiseScale.decay", self.decay, whole=True)
 
     def init(self) -> fading.Sums:
         """(sum of |G|², sum of tr(Σ), sum of weights, count) of nothing."""

@@ -8,6 +8,7 @@ from typing import Literal
 
 import attrs
 
+from pipeline._checks import is_number, not_negative, one_of, share, text, whole
 from pipeline.errors import SettingError
 from pipeline.events import EvalDone, Event
 from pipeline.monitor import ScaleRate, Signal
@@ -41,7 +42,7 @@ class Plateau(Written):
     Source:  `torch.optim.lr_scheduler.ReduceLROnPlateau`.
     """
 
-    measure: str
+    measure: str = attrs.field(validator=text)
     factor: float = 0.1
     patience: int = 10
     cooldown: int = 0
@@ -53,26 +54,23 @@ class Plateau(Written):
     name: str = "Plateau"
 
     def __attrs_post_init__(self) -> None:
-        if not 0 < self.factor < 1:
-            raise SettingError("Plateau.factor", "above 0 and below 1", self.factor)
+        share("Plateau.factor", self.factor)
         for setting in ("patience", "cooldown", "warmup"):
-            if getattr(self, setting) < 0:
-                raise SettingError(f"Plateau.{setting}", "0 or more", getattr(self, setting))
-        if self.threshold_mode not in ("relative", "absolute"):
-            raise SettingError("Plateau.threshold_mode", "'relative' or 'absolute'", self.threshold_mode)
-        if not 0 <= self.threshold < (1 if self.threshold_mode == "relative" else math.inf):
+            whole(f"Plateau.{setting}", getattr(self, setting), 0)
+        one_of("Plateau.threshold_mode", self.threshold_mode, "relative", "absolute")
+        not_negative("Plateau.threshold", self.threshold)
+        if self.threshold_mode == "relative" and self.threshold >= 1:
             expected = "0 or more, and below 1 where it is relative"
             raise SettingError("Plateau.threshold", expected, self.threshold)
-        if self.mode not in ("min", "max"):
-            raise SettingError("Plateau.mode", "'min' or 'max'", self.mode)
-        if not 0 <= self.floor < 1:
+        one_of("Plateau.mode", self.mode, "min", "max")
+        if not is_number(self.floor) or not 0 <= self.floor < 1:
             cure = "It is a bound on the factor, not on the rate: the lowest rate divided by the scheduled one."
             raise SettingError("Plateau.floor", "0 or more and below 1", self.floor, cure)
 
     @property
-    def watches(self) -> str:
-        """The measure of an evaluation without which this monitor means nothing."""
-        return self.measure
+    def watches(self) -> tuple[str, ...]:
+        """The measures of evaluations without which this monitor means nothing."""
+        return (self.measure,)
 
     def init(self) -> Seen:
         """No value yet, and the rates as scheduled."""

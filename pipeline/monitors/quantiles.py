@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import operator
 from bisect import bisect_left
+from collections.abc import Iterable
 from itertools import accumulate
+from typing import Any
 
 import attrs
 
+from pipeline._checks import is_number, text
 from pipeline.errors import SettingError
 from pipeline.events import Event, UpdateDone
 from pipeline.monitors import _table as table
@@ -21,6 +24,11 @@ Counts = tuple[tuple[int, int], ...]
 """Pairs of a bucket and how many values lie in it, in the order of the buckets."""
 
 _SMALLEST, _LARGEST = 1e-12, 1e12
+_FINEST = 1e-6  # beyond it the buckets are narrower than the rounding of their number
+
+
+def _as_tuple(at: Any) -> Any:
+    return tuple(at) if isinstance(at, Iterable) else (at,)
 
 
 @attrs.frozen(repr=False)
@@ -35,21 +43,21 @@ class Quantiles(Written):
     Edges:  every update counts alike; those of weight 0 and NaN pass by. Sizes below 1e-12 count as 0, those above
             1e12 as infinite. There are at most 56 / error buckets.
     Merge:  two logs, or two ranks, without any further error.
-    Args:   measure: what to read; at: the quantiles, from 0 to 1; error: above 0 and below 1.
+    Args:   measure: what to read; at: the quantiles, from 0 to 1; error: at least 1e-6 and below 1.
     Raises: SettingError, when built.
     Source: Masson, Rim, Lee 2019, "DDSketch", arXiv:1908.10693, section 2, with the range bounded beforehand.
     """
 
-    measure: str = "loss"
-    at: tuple[float, ...] = attrs.field(default=(0.05, 0.5, 0.95), converter=tuple)
+    measure: str = attrs.field(default="loss", validator=text)
+    at: tuple[float, ...] = attrs.field(default=(0.05, 0.5, 0.95), converter=_as_tuple)
     error: float = 0.01
     name: str = attrs.field(default=attrs.Factory(lambda sketch: f"Quantiles {sketch.measure}", takes_self=True))
 
     def __attrs_post_init__(self) -> None:
-        if not self.at or not all(0 <= q <= 1 for q in self.at):
+        if not self.at or not all(is_number(q) and 0 <= q <= 1 for q in self.at):
             raise SettingError("Quantiles.at", "quantiles from 0 to 1, one or more", self.at)
-        if not 0 < self.error < 1:
-            raise SettingError("Quantiles.error", "above 0 and below 1", self.error)
+        if not is_number(self.error) or not _FINEST <= self.error < 1:
+            raise SettingError("Quantiles.error", f"at least {_FINEST:g} and below 1", self.error)
 
     @property
     def _growth(self) -> float:
@@ -90,7 +98,7 @@ class Quantiles(Written):
         if not accumulator:
             return None
         below = tuple(accumulate(count for _, count in accumulator))
-        ranks = {f"p{100 * q:g}": math.floor(q * (below[-1] - 1)) for q in self.at}
+        ranks = {f"p{100 * q:.15g}": math.floor(q * (below[-1] - 1)) for q in self.at}
         return {name: self._value(accumulator[bisect_left(below, rank + 1)][0]) for name, rank in ranks.items()}
 
     def merge(self, a: Counts, b: Counts) -> Counts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import attrs
 
+from pipeline._checks import text
 from pipeline.events import Event, UpdateDone
 from pipeline.monitors import _table as table
 from pipeline.monitors._written import Written
@@ -22,7 +23,7 @@ class LearningRate(Written):
     Merge:  two logs, the second after the first.
     """
 
-    group: str = "default"
+    group: str = attrs.field(default="default", validator=text)
     name: str = "LearningRate"
 
     def init(self) -> float | None:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import attrs
 
-from pipeline._checks import positive, whole
+from pipeline._checks import one_of, positive, text, whole
 from pipeline.errors import SettingError
 from pipeline.events import CheckpointSaved, EvalDone, Event, UpdateDone
 from pipeline.monitor import Save, Signal
@@ -24,7 +24,8 @@ Clocked = tuple[int, float | None, int, float]
 class SaveEvery(Written):
     """Ask for a checkpoint whenever so many updates, or so many minutes, have gone by.
 
-    Reads:   `UpdateDone`, for the update; the time of every event; `CheckpointSaved`, whoever asked for it.
+    Reads:   `UpdateDone`, for the update; `CheckpointSaved`, whoever asked for it; with `minutes`, the time of every
+             event.
     Result:  the update of the newest checkpoint; None before the first.
     Signals: `Save`: after every update that is a multiple of `updates`; or once `minutes` have gone by since the newest
              checkpoint, or since the first event, when events are published next.
@@ -55,6 +56,8 @@ class SaveEvery(Written):
         saved, saved_at, update, _ = accumulator
         if isinstance(event, CheckpointSaved):
             return event.update, event.time, event.update, event.time
+        if self.minutes is None and not isinstance(event, UpdateDone):
+            return accumulator
         saved_at = event.time if saved_at is None else saved_at
         return saved, saved_at, event.update if isinstance(event, UpdateDone) else update, event.time
 
@@ -91,20 +94,19 @@ class SaveBest(Written):
              where its store goes by another measure.
     """
 
-    measure: str
+    measure: str = attrs.field(validator=text)
     mode: Literal["min", "max"] = "min"
     name: str = "SaveBest"
 
     needs_store = True
 
     def __attrs_post_init__(self) -> None:
-        if self.mode not in ("min", "max"):
-            raise SettingError("SaveBest.mode", "'min' or 'max'", self.mode)
+        one_of("SaveBest.mode", self.mode, "min", "max")
 
     @property
-    def watches(self) -> str:
-        """The measure of an evaluation without which this monitor means nothing."""
-        return self.measure
+    def watches(self) -> tuple[str, ...]:
+        """The measures of evaluations without which this monitor means nothing."""
+        return (self.measure,)
 
     def init(self) -> Held:
         """No value yet."""

@@ -8,8 +8,7 @@ from typing import Literal
 
 import attrs
 
-from pipeline._checks import not_negative, whole
-from pipeline.errors import SettingError
+from pipeline._checks import not_negative, one_of, text, whole
 from pipeline.events import EvalDone, Event, RunStarted
 from pipeline.monitor import Signal, Stop
 from pipeline.monitors._written import Written
@@ -24,7 +23,8 @@ Seen = tuple[float | None, int, int, bool, float, float | None]
 class EarlyStopping(Written):
     """Ask to stop when a measure of an evaluation has not improved for `patience` evaluations in a row.
 
-    Reads:   `EvalDone.values[measure]`; evaluations that do not report it pass by. `Event.time`, of all events.
+    Reads:   `EvalDone.values[measure]`; evaluations that do not report it pass by. With `min_seconds`, the time of
+             every event.
     Result:  {"best", "update", "waited"}: the best value, the update it came at, and evaluations without improvement
              since; None before the first value.
     Edges:   NaN is never best and counts as no improvement. Evaluations in the minimum time count; the stop they would
@@ -38,7 +38,7 @@ class EarlyStopping(Written):
     Source:  Prechelt 1998, "Early Stopping - But When?", the criterion of successive strips, on one evaluation each.
     """
 
-    measure: str
+    measure: str = attrs.field(validator=text)
     patience: int = 3
     mode: Literal["min", "max"] = "min"
     min_delta: float = 0.0
@@ -47,18 +47,16 @@ class EarlyStopping(Written):
     name: str = "EarlyStopping"
 
     def __attrs_post_init__(self) -> None:
-        if self.patience < 1:
-            raise SettingError("EarlyStopping.patience", "at least 1 evaluation", self.patience)
-        if self.mode not in ("min", "max"):
-            raise SettingError("EarlyStopping.mode", "'min' or 'max'", self.mode)
+        whole("EarlyStopping.patience", self.patience)
+        one_of("EarlyStopping.mode", self.mode, "min", "max")
         not_negative("EarlyStopping.min_delta", self.min_delta)
         whole("EarlyStopping.min_updates", self.min_updates, 0)
         not_negative("EarlyStopping.min_seconds", self.min_seconds)
 
     @property
-    def watches(self) -> str:
-        """The measure of an evaluation without which this monitor means nothing."""
-        return self.measure
+    def watches(self) -> tuple[str, ...]:
+        """The measures of evaluations without which this monitor means nothing."""
+        return (self.measure,)
 
     def init(self) -> Seen:
         """No value, no time."""
@@ -67,8 +65,10 @@ class EarlyStopping(Written):
     def reduce(self, accumulator: Seen, event: Event) -> Seen:
         """Move the clock, and compare an evaluation's value with the best."""
         best, update, waited, stop, seconds, clock = accumulator
-        if clock is not None and not isinstance(event, RunStarted):
-            seconds += event.time - clock
+        if self.min_seconds:
+            if clock is not None and not isinstance(event, RunStarted):
+                seconds += event.time - clock
+            clock = event.time
         if isinstance(event, EvalDone) and self.measure in event.values:
             value = float(event.values[self.measure])
             if self._better(value, best):
@@ -77,7 +77,9 @@ class EarlyStopping(Written):
                 waited += 1
             late = event.update >= self.min_updates and seconds >= self.min_seconds
             stop = waited >= self.patience and late
-        return best, update, waited, stop, seconds, event.time
+        elif not self.min_seconds:
+            return accumulator
+        return best, update, waited, stop, seconds, clock
 
     def _better(self, value: float, best: float | None) -> bool:
         if best is None:

@@ -9,10 +9,11 @@ from typing import Any
 import attrs
 
 from pipeline._checks import whole
+from pipeline._watchers import checked
 from pipeline.errors import SettingError
 from pipeline.events import EpochEnded, Event
 from pipeline.monitor import Monitor, Signal
-from pipeline.monitors._wrapper import Wrapper, checked
+from pipeline.monitors._wrapper import Wrapper
 
 __all__ = ["per_epoch", "window"]
 
@@ -67,7 +68,7 @@ def window(monitor: Monitor, n: int, *, name: str | None = None) -> Monitor:
     Raises: SettingError for what is no monitor or has no `merge`, and unless n is a whole number of at least 1.
     """
     whole("window(n)", n)
-    if not hasattr(checked("window", monitor), "merge"):
+    if not hasattr(checked("window(monitor)", monitor), "merge"):
         cure = "Its last events cannot be told from those before: `per_epoch` or `every` may do."
         raise SettingError("window(monitor)", "a monitor with `merge`", monitor, cure)
     return _Window(monitor, n, name or monitor.name)
@@ -129,4 +130,4 @@ def per_epoch(monitor: Monitor, keep: int | None = None, *, name: str | None = N
     """
     if keep is not None:
         whole("per_epoch(keep)", keep)
-    return _PerEpoch(checked("per_epoch", monitor), keep, name or monitor.name)
+    return _PerEpoch(checked("per_epoch(monitor)", monitor), keep, name or monitor.name)

@@ -32,13 +32,16 @@ class Callbacks:
     callback's `set_model(model)` is called first.
 
     Edges:  called when events are published: every n-th update with `fold(publish_every=n)`, 1 for callbacks that act
-            on single updates.
+            on single updates. In a run that goes on from a checkpoint in the middle of an epoch, the callbacks begin
+            there: after `on_train_begin` and `on_epoch_begin` with the epoch's number, its batches count from 0, and
+            its means are of what is left of it.
     Raises: SettingError for an object that has none of these methods.
     """
 
     def __init__(self, callbacks: Iterable[Any], *, model: Any = None) -> None:
         self.callbacks = tuple(callbacks)
         self._stop: str | None = None
+        self._in_run = self._in_epoch = False
         self._batch = 0
         self._sums: dict[str, tuple[float, float]] = {}
         self._evaluated: dict[str, float] = {}
@@ -51,24 +54,28 @@ class Callbacks:
     def write(self, event: Event) -> None:
         """Call what the event stands for."""
         if isinstance(event, RunStarted):
-            self._stop, self._evaluated = None, {}
-            self._call("on_train_begin", {})
+            self._begin_run()
         elif isinstance(event, EpochStarted):
-            self._batch, self._sums = 0, {}
-            self._call("on_epoch_begin", {}, event.epoch)
+            self._begin_epoch(event.epoch)
         elif isinstance(event, UpdateDone):
+            if not self._in_epoch:  # a loop by hand tells of no start, nor does a run that goes on in the middle
+                self._begin_epoch(event.epoch)
             self._updated(event)
         elif isinstance(event, EvalDone):
             self._evaluated |= event.values
             self._call("on_test_begin", {})
             self._call("on_test_end", dict(event.values))
         elif isinstance(event, EpochEnded):
-            sums, self._sums, self._batch = self._sums, {}, 0  # a loop by hand tells of no start
-            means = {name: total / weight for name, (total, weight) in sums.items() if weight}
-            logs, self._evaluated = {**means, **self._evaluated}, {}
+            means = {name: total / weight for name, (total, weight) in self._sums.items() if weight}
+            logs, self._evaluated, self._in_epoch = {**means, **self._evaluated}, {}, False
             self._call("on_epoch_end", logs, event.epoch - 1)
         elif isinstance(event, RunEnded):
+            self._in_run = self._in_epoch = False
             self._call("on_train_end", {})
+
+    def resume(self, events: int) -> None:
+        """A run goes on from a checkpoint: for these callbacks it begins."""
+        self._begin_run()
 
     def signals(self) -> Iterable[Signal]:
         """Stop, once a callback asked for it."""
@@ -77,6 +84,15 @@ class Callbacks:
 
     def close(self) -> None:
         """Nothing is held."""
+
+    def _begin_run(self) -> None:
+        if not self._in_run:
+            self._stop, self._evaluated, self._in_run = None, {}, True
+            self._call("on_train_begin", {})
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self._batch, self._sums, self._in_epoch = 0, {}, True
+        self._call("on_epoch_begin", {}, epoch)
 
     def _updated(self, event: UpdateDone) -> None:
         values: dict[str, tuple[float, float]] = {"loss": MeanLoss().reduce((0.0, 0.0), event)}

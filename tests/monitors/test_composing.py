@@ -101,11 +101,11 @@ class TestCombine:
         ratio = monitors.map(both, lambda r: r["loss"] / r["norm"]["mean"], name="ratio")
         assert result_of(ratio, [update(loss=6.0, grad_norm=2.0)]) == 3.0
 
-    def test_it_watches_what_all_that_watch_agree_on(self) -> None:
+    def test_it_watches_what_each_watches(self) -> None:
         stopping, plateau = monitors.EarlyStopping("val_loss"), monitors.Plateau("val_loss")
-        assert monitors.combine(MEAN, stopping, plateau).watches == "val_loss"
-        assert not hasattr(monitors.combine(stopping, monitors.Best("val_accuracy")), "watches")
-        assert not hasattr(monitors.combine(MEAN, monitors.Best("loss", of="updates")), "watches")
+        assert monitors.combine(MEAN, stopping, plateau).watches == ("val_loss", "val_loss")
+        assert monitors.combine(stopping, monitors.Best("val_accuracy")).watches == ("val_loss", "val_accuracy")
+        assert monitors.combine(MEAN, monitors.Best("loss", of="updates")).watches == ()
 
 
 class TestWindow:
@@ -280,3 +280,23 @@ def test_an_epoch_asks_for_no_checkpoints() -> None:
 def test_counts_are_checked(combinator: str, bad: Any) -> None:
     with pytest.raises(SettingError, match=rf"{combinator}\(\w+\) must be a whole number, 1 or more"):
         getattr(monitors, combinator)(MEAN, bad)
+
+
+@pytest.mark.parametrize(("combinator", "setting"), [("map", "fn"), ("filter", "predicate"), ("premap", "fn")])
+def test_what_is_no_function_is_refused(combinator: str, setting: str) -> None:
+    with pytest.raises(SettingError, match=rf"{combinator}\({setting}\) must be a function, got 3"):
+        getattr(monitors, combinator)(MEAN, 3)
+
+
+def test_a_filter_asks_only_about_what_a_monitor_reads_unless_that_keeps_the_time() -> None:
+    asked: list[str] = []
+
+    def of_updates(event: Event) -> bool:
+        asked.append(type(event).__name__)
+        return True
+
+    for monitor in (monitors.EarlyStopping("val_loss"), monitors.SaveEvery(updates=2)):
+        replay([start(), update(1), evaluation(1.0)], [monitors.filter(monitor, of_updates)])
+    assert {*asked} == {"EvalDone", "UpdateDone"}
+    replay([start()], [monitors.filter(monitors.SaveEvery(minutes=2), of_updates)])
+    assert "RunStarted" in asked

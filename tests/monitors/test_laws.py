@@ -9,14 +9,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline import events as all_events
-from pipeline import monitors, replay
+from pipeline import monitors, observe, replay
+from pipeline.errors import SettingError
 from pipeline.events import Event
 from pipeline.monitor import Monitor
+from pipeline.monitors._written import Written
 from tests.monitors import cases
 from tests.monitors.cases import ALL, CASES, KINDS, Custom, logs, reduced
 
@@ -137,3 +140,17 @@ sys.exit("torch" in sys.modules)
 """
     root = Path(__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=root).returncode == 0
+
+
+PLAIN = [monitor for monitor in ALL if attrs.has(type(monitor)) and isinstance(monitor, Written)]
+
+
+@pytest.mark.parametrize("bad", [object(), math.nan, ()], ids=["an object", "NaN", "nothing"])
+@pytest.mark.parametrize("monitor", PLAIN, ids=lambda m: m.name)
+def test_a_setting_that_means_nothing_is_refused_when_it_is_built(monitor: Any, bad: Any) -> None:
+    for field in attrs.fields(type(monitor)):
+        if field.init and field.name not in ("name", "minutes", "updates"):
+            with pytest.raises(SettingError, match="must be"):
+                attrs.evolve(monitor, **{field.name: bad})
+    with pytest.raises(SettingError, match="must be text"):
+        observe([attrs.evolve(monitor, name=bad)])

@@ -95,10 +95,11 @@ def test_evaluations_in_the_warmup_and_of_other_measures_pass_by() -> None:
     [
         ({"factor": 1.0}, "Plateau.factor must be above 0 and below 1"),
         ({"factor": 0.0}, "Plateau.factor"),
-        ({"patience": -1}, "Plateau.patience must be 0 or more"),
+        ({"patience": -1}, "Plateau.patience must be a whole number, 0 or more"),
         ({"cooldown": -1}, "Plateau.cooldown"),
         ({"warmup": -1}, "Plateau.warmup"),
         ({"threshold": 1.0}, "Plateau.threshold must be 0 or more, and below 1"),
+        ({"threshold": math.nan}, "Plateau.threshold"),
         ({"threshold": math.inf, "threshold_mode": "absolute"}, "Plateau.threshold"),
         ({"threshold_mode": "rel"}, "Plateau.threshold_mode must be 'relative' or 'absolute'"),
         ({"mode": "best"}, "Plateau.mode must be 'min' or 'max'"),

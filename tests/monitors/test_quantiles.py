@@ -78,7 +78,15 @@ def test_norms_measures_and_facts_too() -> None:
         assert near == {"p50": pytest.approx(2.0, rel=0.01)}
 
 
-@pytest.mark.parametrize("bad", [{"at": ()}, {"at": (1.5,)}, {"at": (math.nan,)}, {"error": 0}, {"error": 1.0}])
+@pytest.mark.parametrize(
+    "bad",
+    [{"at": ()}, {"at": (1.5,)}, {"at": (math.nan,)}, {"at": 1.5}, {"error": 0}, {"error": 1e-17}, {"error": 1.0}],
+)
 def test_settings_are_checked(bad: dict[str, Any]) -> None:
     with pytest.raises(SettingError, match=r"Quantiles\..* must be"):
         monitors.Quantiles(**bad)
+
+
+def test_one_quantile_may_be_given_by_itself_and_close_ones_keep_their_names() -> None:
+    assert replay([update(loss=2.0)], [monitors.Quantiles(at=0.5)])["Quantiles loss"] == {"p50": pytest.approx(2, 0.01)}  # type: ignore[arg-type]
+    assert set(replay([update()], [monitors.Quantiles(at=(0.9999999, 1.0))])["Quantiles loss"]) == {"p99.99999", "p100"}

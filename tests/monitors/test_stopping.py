@@ -85,7 +85,15 @@ def test_seconds_between_two_runs_do_not_count_and_those_before_do() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"patience": 0}, {"mode": "best"}, {"min_delta": -1.0}, {"min_updates": -1}, {"min_seconds": math.inf}]
+    "bad",
+    [
+        {"patience": 0},
+        {"patience": math.nan},
+        {"mode": "best"},
+        {"min_delta": -1.0},
+        {"min_updates": -1},
+        {"min_seconds": math.inf},
+    ],
 )
 def test_settings_are_checked(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be"):

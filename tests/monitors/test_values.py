@@ -200,8 +200,8 @@ class TestBest:
         hits = [update(n, measures={"hit": (n % 3, 2)}) for n in range(1, 5)]
         best = monitors.Best("hit", mode="max", of="updates")
         assert result_of(best, *hits, evaluation(9.0, measure="hit")) == {"best": 1.0, "update": 2, "epoch": 0}
-        assert best.watches is None
-        assert monitors.Best("val_loss").watches == "val_loss"
+        assert best.watches == ()
+        assert monitors.Best("val_loss").watches == ("val_loss",)
 
     def test_only_nan_is_no_best(self) -> None:
         assert result_of(monitors.Best("val_loss"), evaluation(math.nan)) is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch.nn import functional as F
 
 from pipeline import Epochs, Evaluation, Forward, fold, init, observe, sinks, supervised
 from pipeline.errors import SettingError
+from pipeline.monitors import SaveEvery
 from pipeline.transform import Chain
 from tests.laws.cases import IN, OUT, accuracy, make_batches, make_step
 
@@ -130,3 +133,47 @@ def test_a_batch_is_told_of_once_and_each_epoch_by_itself_in_a_loop_by_hand_too(
     with observe([], [sink]) as again:  # asked for then, and not now
         again.update(1.0)
     assert again.stops == ()
+
+
+def test_a_loop_by_hand_begins_its_epochs_too() -> None:
+    history = History()
+    with observe([], [sinks.Callbacks([history])]) as run:
+        for _ in range(2):
+            run.update(1.0)
+            run.epoch_ended()
+    begun = [call for call in history.calls if call[0] == "epoch begin"]
+    assert begun == [("epoch begin", 0), ("epoch begin", 1)]
+
+
+class PowerCut(Exception):
+    pass
+
+
+def cut(batches: list[Any]) -> Iterator[Any]:
+    yield from batches
+    raise PowerCut
+
+
+@pytest.mark.parametrize("further", [0, 1], ids=["the same limit", "a later one"])
+def test_for_callbacks_a_run_that_goes_on_in_the_middle_of_an_epoch_begins_there(tmp_path: Path, further: int) -> None:
+    step, model = started()
+    batches = make_batches(8)
+    with pytest.raises(PowerCut):
+        fold(
+            step, init(step, model), cut(batches[:5]), until=Epochs(1), monitors=[SaveEvery(updates=1)], store=tmp_path
+        )
+    step, model = started()
+    history = History()
+    fold(
+        step,
+        init(step, model),
+        batches,
+        until=Epochs(1 + further),
+        monitors=[SaveEvery(updates=1)],
+        sinks=[sinks.Callbacks([history])],
+        store=tmp_path,
+        resume="latest",
+    )
+    first = [("train begin",), ("epoch begin", 0), ("batch", 0), ("batch", 1), ("epoch", 0)]
+    second = [("epoch begin", 1), *(("batch", n) for n in range(4)), ("epoch", 1)]
+    assert [call[:2] for call in history.calls] == [*first, *second * further, ("train end",)]

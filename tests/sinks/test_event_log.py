@@ -332,9 +332,8 @@ for n in range(1, 10**9):
         code = """
 log = sinks.EventLog(sys.argv[1])
 log.write(nth(1))
-if os.fork() == 0:
-    time.sleep(60)
-print("ready", flush=True)
+if os.fork() == 0:  # the child says so: by then it has let go
+    print("ready", flush=True)
 time.sleep(60)
 """
         process = start(code, tmp_path)

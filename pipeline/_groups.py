@@ -77,7 +77,7 @@ class GroupSettings:
         if not callable(self.lr):
             return self.lr
         rate = self.lr(count)
-        if not 0 <= rate < math.inf:
+        if not hasattr(rate, "__float__") or not 0 <= rate < math.inf:
             raise SettingError(f"{self.owner}.lr in update {count}", "a number, 0 or more and finite", rate)
         return rate
 

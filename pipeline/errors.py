@@ -11,6 +11,7 @@
     │   ├── MissingFieldError                the frame lacks what the transform reads
     │   ├── LossError                        a loss that is not 0-d, a negative weight, a measure that is not 0-d
     │   ├── NoGraphError                     the loss depends on no parameter that requires a gradient
+    │   ├── HiddenGraphError                 a part of the loss that the gradients cannot be found through
     │   └── DeviceError                      batch and parameters lie on different devices
     ├── StateError (ValueError)
     │   ├── StaleStateError (RuntimeError)   buffers that a later record has taken over
@@ -53,6 +54,7 @@ __all__ = [
     "EventFormError",
     "FoldtrainError",
     "FrameError",
+    "HiddenGraphError",
     "LawError",
     "LogError",
     "LogFormatError",
@@ -187,8 +189,21 @@ class NoGraphError(FrameError):
 
     def __str__(self) -> str:
         return (
-            f"ScaledBackward has nothing to differentiate: {self.reason}. Unfreeze a parameter that the loss uses, "
+            f"There is nothing to differentiate: {self.reason}. Unfreeze a parameter that the loss uses, "
             "or compute the loss without `torch.no_grad()` and `.detach()`; to pass over such a batch give `None`."
+        )
+
+
+@attrs.define(slots=False, eq=False, repr=False)
+class HiddenGraphError(FrameError):
+    """The model recomputes activations in a way in which the parameters in between get no gradient."""
+
+    node: str
+
+    def __str__(self) -> str:
+        return (
+            f"The loss goes through a {self.node}, behind which no parameter would get a gradient: call "
+            "`torch.utils.checkpoint.checkpoint` with `use_reentrant=False`, or tell `Forward` what to recompute."
         )
 
 

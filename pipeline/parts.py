@@ -161,8 +161,9 @@ def part(name: str, match: str | Iterable[str], transform: Transform) -> Transfo
     `every(n, ..., of="micro_batches")` change that (the windows that `every` counts by itself are those of all parts),
     and `repeat` takes one several times on the same batch.
 
-    Put the whole step inside, from Forward to EmitEvents. A part's own loss scale begins as that of the state. Where
-    two parts write to the same buffers (BatchNorm), a skipped window takes back what both wrote since it began.
+    Put the whole step inside, from Forward to EmitEvents, and what measures it too. A part's own loss scale begins as
+    that of the state; `Optimizer(masters=True)` keeps float32 copies of the whole model in each part. Where two parts
+    write to the same buffers (BatchNorm), a skipped window takes back what both wrote since it began.
 
     Args:   name: what events and `state.slots["part <name>"]` call it; match: patterns on parameter names, as in
             `fnmatch`.

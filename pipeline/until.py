@@ -59,7 +59,7 @@ class _Count(Limit):
 
 @attrs.frozen(repr=False)
 class Updates(_Count):
-    """After n updates in all."""
+    """After n updates in all; where several parts update on one micro-batch, after the one that reaches n."""
 
     def count(self, progress: Progress, seconds: float) -> float:
         """Updates applied."""

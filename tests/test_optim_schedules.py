@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lion_pytorch import Lion
@@ -147,11 +148,34 @@ class TestRefusals:
                 r"Optimizer\.lr in update 3 must be a number, 0 or more and finite, got -0\.07",
             ),
             (
+                Optimizer(SGD, lr=lambda n: "0.1" if n == 3 else 0.1),  # type: ignore[arg-type, return-value]
+                r"Optimizer\.lr in update 3 must be a number, 0 or more and finite, got '0\.1'",
+            ),
+            (
+                Optimizer(SGD, lr=0.1, momentum=lambda n: np.float64("nan") if n == 3 else 0.5),
+                r"Optimizer\.momentum in update 3 must be finite, got .*nan",
+            ),
+            (
+                Optimizer(SGD, lr=0.1, weight_decay=lambda n: torch.tensor(math.nan) if n == 3 else 0.0),
+                r"Optimizer\.weight_decay in update 3 must be finite, got tensor\(nan\)",
+            ),
+            (
                 Optimizer(SGD, lr=0.1, groups=[Group("0.*", lr=lambda n: math.nan if n == 3 else 0.0)]),
                 r"Group '0\.\*'\.lr in update 3 must be a number, 0 or more and finite, got nan",
             ),
         ],
-        ids=["momentum", "betas", "a group's", "infinite", "half nan", "rate below 0", "a group's rate"],
+        ids=[
+            "momentum",
+            "betas",
+            "group",
+            "infinite",
+            "half nan",
+            "below 0",
+            "text",
+            "numpy nan",
+            "torch nan",
+            "group rate",
+        ],
     )
     @pytest.mark.parametrize("donate", [True, False])
     def test_of_a_value_at_its_update_and_the_run_up_to_there_is_whole(

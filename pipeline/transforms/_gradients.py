@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.errors import MissingFieldError, NoGraphError
+from pipeline.errors import HiddenGraphError, MissingFieldError, NoGraphError
 from pipeline.records import Frame, Scalar
 from pipeline.tensors import Tensors
 
@@ -60,12 +60,30 @@ def root_of(frame: Frame) -> tuple[Tensor, Tensor | None]:
             raise NoGraphError("the model has no parameters")
         frozen = not any(p.requires_grad for p in state.params.flat)
         raise NoGraphError("every parameter is frozen" if frozen else "the loss has no graph")
+    if not state.progress.micro_steps:
+        _check_graph(loss)
     start = state.window.relative(frame.weight)
     if state.loss_scale is not None:
         start = start * state.loss_scale.scale
     if isinstance(start, Tensor):
         return loss, start.to(loss.dtype)
     return loss, None if isinstance(start, float) and start == 1.0 else loss.new_tensor(start)
+
+
+def _check_graph(loss: Tensor) -> None:
+    """Raise HiddenGraphError for a reentrant checkpoint: with the leaves given to it, autograd passes it over.
+
+    Asked once a run, of the first micro-batch, since it walks the whole graph.
+    """
+    seen, to_see = set[Any](), [loss.grad_fn]
+    while to_see:
+        node = to_see.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            raise HiddenGraphError("reentrant checkpoint")
+        to_see += [before for before, _ in node.next_functions]
 
 
 def widened(value: Any) -> Any:

@@ -26,7 +26,8 @@ class ScaledBackward:
     Edges:    weight 0 on the host: no gradients, whatever the loss is. A parameter that the loss does not use has no
               entry. Directly before Accumulate the two run as one, and gradients are added into the window as they
               come, with no second set of them in memory.
-    Raises:   NoGraphError where the loss has no graph: every parameter frozen, or computed without gradients.
+    Raises:   NoGraphError where the loss has no graph: every parameter frozen, or computed without gradients;
+              HiddenGraphError for a reentrant checkpoint in the graph of the first micro-batch.
     """
 
     reads = frozenset({"loss", "weight", "params", "window", "loss_scale"})

@@ -12,24 +12,29 @@ import attrs
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from pipeline import (
+    Accumulate,
     Forward,
     Frame,
     Loss,
     MaybeStep,
     Optimizer,
+    ScaledBackward,
     Tensors,
     TrainState,
+    UpdateInBackward,
     apply,
     branch,
+    chain,
     fold,
     init,
     monitors,
     run_of,
     scan,
 )
-from pipeline.errors import NoGraphError, StateMismatchError
+from pipeline.errors import HiddenGraphError, NoGraphError, StateMismatchError
 from pipeline.events import UpdateDone, UpdateSkipped
 from pipeline.transform import Chain
 from tests.cases.probe import Probe, Recorder, bits, items, of, probe_step, step_of
@@ -813,3 +818,37 @@ def test_mod_5_a_parameter_that_was_never_used_has_no_optimizer_state(donate: bo
     run = fold(step, init(step, model), TARGETS[:3], donate=donate)
     assert run.state.optimizer.of("b") == {}
     assert torch.equal(run.state.params["b"], Three().b)
+
+
+class Reentrant(nn.Sequential):
+    """The first layer recomputed by the older way of torch, which calls autograd anew."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self[1](checkpoint(self[0], input.requires_grad_(), use_reentrant=True))
+
+
+@pytest.mark.parametrize(
+    "through",
+    [
+        [ScaledBackward(), Accumulate(1), MaybeStep(Optimizer(torch.optim.SGD, lr=0.1))],
+        [ScaledBackward(), lambda frame: frame, Accumulate(2), MaybeStep(Optimizer(torch.optim.SGD, lr=0.1))],
+        [UpdateInBackward(Optimizer(torch.optim.SGD, lr=0.1))],
+    ],
+    ids=["into the window", "by itself", "in the backward pass"],
+)
+def test_mod_5_a_reentrant_checkpoint_is_refused_and_not_passed_over(through: list[Any]) -> None:
+    model = Reentrant(nn.Linear(3, 4), nn.Linear(4, 2))
+    step = chain(Forward(model, lambda model, batch: model(batch).square().mean()), *through)
+    with pytest.raises(HiddenGraphError, match="use_reentrant=False"):
+        fold(step, init(step, model), [torch.ones(1, 3)])
+
+
+def test_mod_5_a_checkpoint_of_the_present_kind_gives_every_gradient() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+    def loss(model: nn.Sequential, batch: Tensor) -> Tensor:
+        return model[1](checkpoint(model[0], batch, use_reentrant=False)).square().mean()  # type: ignore[operator]
+
+    step = chain(Forward(model, loss), ScaledBackward())
+    frame = step(Frame.begin(init(step, model), torch.ones(1, 3)))
+    assert set(frame.grads) == {name for name, _ in model.named_parameters()}

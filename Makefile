@@ -3,7 +3,6 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-BENCHES = $(sort $(wildcard tests/benchmarks/bench_*.py))
 
 # The pip wrapper of pyright asks PyPI at each start whether it is the newest. The version is pinned, so do not ask.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
@@ -46,10 +45,9 @@ test: env lint ## Lint, then run the whole test suite
 train: env ## Train a small classifier of handwritten digits
 	$(BIN)/python examples/digits.py
 
-bench: env ## Run every benchmark
-	@set -e; for bench in $(BENCHES); do \
-		echo "== $$bench"; OMP_NUM_THREADS=1 $(BIN)/python $$bench; \
-	done
+bench: env ## Run every benchmark, and write docs/benchmarks.md (TRAINERS=1: compare with other trainers too)
+	$(if $(TRAINERS),$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[trainers]')
+	$(BIN)/python tests/benchmarks/run.py $(if $(TRAINERS),--trainers)
 
 clean: ## Remove the environment, caches and build artefacts (not runs/)
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .import_linter_cache .pytest_cache .ruff_cache

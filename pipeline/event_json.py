@@ -69,7 +69,7 @@ class EventJson:
         Raises: DamagedLogError, UnknownEventError, LogFormatError.
         """
         try:
-            entry = json.loads(text)
+            entry = json.loads(text if isinstance(text, str) else text.decode())
         except ValueError as error:
             raise DamagedLogError(f"it is not JSON: {error}") from None
         return self.event(entry)
@@ -178,11 +178,18 @@ def _read_as_it_is(_: object) -> Callable[[Any, object], Any]:
     return lambda value, _: value
 
 
+def _read_whole(value: Any, kind: type[int]) -> int:
+    if isinstance(value, (bool, float)):
+        raise TypeError(f"{value!r} is no whole number")
+    return int(value)  # the keys of an object are strings
+
+
 def _converter() -> JsonConverter:
     """What cattrs knows of JSON, and beyond it: values of other types are written as numbers, and come back as such."""
     converter = make_converter(detailed_validation=False, structure_fallback_factory=_read_as_it_is)
     converter.register_unstructure_hook_factory(lambda kind: _is_json(kind) or _is_tuple_of_json(kind), _write_as_it_is)
     converter.register_structure_hook_factory(_is_json, _read_as_it_is)
+    converter.register_structure_hook(int, _read_whole)
     return converter
 
 

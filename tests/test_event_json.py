@@ -306,13 +306,17 @@ class TestRefused:
             ("", "it is not JSON"),
             ("{", "it is not JSON"),
             (b"\xff", "it is not JSON"),
-            (b"\x00\x00\x00\x00", "it is not JSON"),
+            (b"\x00\x00\x00\x00", "it is not JSON: Expecting value"),
             ("3", 'it has no "event"'),
             ("[]", 'it has no "event"'),
             ("{}", 'it has no "event"'),
             ('{"event":["EpochStarted"]}', 'it has no "event"'),
             ('{"event":"EpochStarted"}', "EpochStarted lacks micro_step, update, epoch, time"),
             ('{"event":"EpochStarted","micro_step":1,"update":1,"epoch":0,"time":0,"x":1}', "EpochStarted has no x"),
+            (
+                '{"event":"EpochStarted","micro_step":1,"update":1.5,"epoch":0,"time":0}',
+                r"EpochStarted gave TypeError\('1\.5 is no whole number'\)",
+            ),
             (
                 '{"event":"RunEnded","micro_step":1,"update":1,"epoch":0,"time":0,"reasons":3}',
                 "RunEnded gave TypeError",

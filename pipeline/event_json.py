@@ -178,7 +178,7 @@ def _read_as_it_is(_: object) -> Callable[[Any, object], Any]:
     return lambda value, _: value
 
 
-def _read_whole(value: Any, kind: type[int]) -> int:
+def _read_whole(value: Any, _: type[int]) -> int:
     if isinstance(value, (bool, float)):
         raise TypeError(f"{value!r} is no whole number")
     return int(value)  # the keys of an object are strings

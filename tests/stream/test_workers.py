@@ -356,6 +356,15 @@ def test_a_with_block_ends_them(build: Callable[[], Node]) -> None:
     node.close()
 
 
+@pytest.mark.parametrize("start", multiprocessing.get_all_start_methods())
+def test_processes_end_by_themselves_however_they_were_started(start: str) -> None:
+    node = stream.prefetch(work.Numbers(9), workers=Processes(2, start=start))
+    assert next(node) == 0
+    processes = multiprocessing.active_children()
+    node.close()
+    assert [process.exitcode for process in processes] == [0, 0]  # one that does not notice is killed
+
+
 SCRIPT = """
 import signal
 import sys
@@ -365,7 +374,9 @@ from tests.stream import work
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the one who started the tests has made of it
-    workers = {"processes": 2, "threads": stream.Threads(2), "none": None}[sys.argv[1]]
+    workers = {
+        "processes": 2, "forks": stream.Processes(2, start="fork"), "threads": stream.Threads(2), "none": None
+    }[sys.argv[1]]
     batches = stream.batches(stream.map(range(10**6), work.slowly), 4, workers=workers, ahead=2)
     for i, _ in enumerate(batches):
         if i == 2:
@@ -381,7 +392,7 @@ def alive(group: int) -> list[str]:
     return [pid for of, state, pid in found if int(of) == group and not state.startswith("Z")]
 
 
-@pytest.mark.parametrize("kind", ["none", "threads", "processes"])
+@pytest.mark.parametrize("kind", ["none", "threads", "processes", "forks"])
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "kill"])
 def test_ctrl_c_and_a_kill_leave_no_process(kind: str, how: signal.Signals, tmp_path: Path) -> None:
     script = tmp_path / "script.py"

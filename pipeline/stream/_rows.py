@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import TensorDataset, default_collate
 
-from pipeline.errors import SettingError
+from pipeline.errors import SettingError, StreamError
 from pipeline.stream._guard import Errors, Guard
 from pipeline.stream._indexed import Indexed, Indices, Pass, numbers, shifted
 
@@ -40,7 +40,7 @@ class Rows(_Data):
 
     def __init__(self, dataset: Sequence[Any], seed: int | None, errors: Errors) -> None:
         super().__init__()
-        self.dataset, self.size, self.seed = dataset, len(dataset), seed or 0
+        self.dataset, self.size, self.defaults_seed = dataset, len(dataset), seed or 0
         self.is_plain = seed is None or type(dataset) in (list, tuple, range)
         self._guard = Guard(repr(self), errors)
         self._whole: Callable[[list[int]], list[Any]] | None = getattr(dataset, "__getitems__", None)
@@ -53,10 +53,14 @@ class Rows(_Data):
         rows = numbers(shifted(indices, at.start))
         if self._whole is not None and self._guard.errors == "raise":
             try:
-                return list(self._whole(rows))
+                items = list(self._whole(rows))
+                if len(items) != len(rows):
+                    name = f"{type(self.dataset).__name__}.__getitems__"
+                    raise StreamError(f"{name} gave {len(items)} items for {len(rows)} indices: it must give one each.")
+                return items
             except Exception as error:
                 self._guard.take(error, f"indices {rows} of the dataset, all at once")
-        items: list[Any] = []
+        items = []
         for row in rows:
             try:
                 items.append(self.dataset[row])

@@ -15,6 +15,7 @@ from pipeline._declared import name_of
 from pipeline.errors import SettingError
 from pipeline.stream._chained import Chained
 from pipeline.stream._guard import Guard
+from pipeline.stream._noted import flag
 from pipeline.stream.node import Node
 from pipeline.stream.sources import source
 
@@ -84,8 +85,8 @@ class _Unfolded(Chained):
         return {"source": self._starts, "in_item": True, "after": self._after}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        self.source.reset(state["source"])
-        self._stand(state["source"] if state["in_item"] else None, state["after"])
+        self.source.load_state_dict(state["source"])
+        self._stand(state["source"] if flag(state, "in_item") else None, state["after"])
 
     def close(self) -> None:
         super().close()

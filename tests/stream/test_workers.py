@@ -111,6 +111,17 @@ def test_a_function_on_rows_may_draw_from_the_default_generators() -> None:
     assert len(set(plainly)) == 8
 
 
+def test_functions_on_what_is_read_in_a_row_draw_by_the_seed_of_the_source() -> None:
+    def drawn(seed: int) -> list[Any]:
+        source = stream.source(lambda epoch: range(4), seed=seed)
+        with stream.map(stream.shuffle(source, buffer=2), work.draws, workers=1) as node:
+            return [number for item in node for number in item]
+
+    first = drawn(1)
+    assert drawn(1) == first
+    assert not {*first} & {*drawn(2)}
+
+
 def test_without_a_seed_a_dataset_draws_from_the_generators_of_the_reader() -> None:
     torch.manual_seed(3)
     random.seed(3)

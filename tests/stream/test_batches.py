@@ -127,6 +127,22 @@ def test_a_list_of_tensors_is_a_list_of_items_and_a_tuple_of_them_columns() -> N
     assert len(stream.source((X, "name"))) == 2
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize(
+    "indices", [[4, 2, 7, -1, 2], [], torch.tensor([10, 0])], ids=["a list", "nothing", "a tensor"]
+)
+def test_a_subset_of_tensors_is_read_at_once_too(shuffle: bool, indices: Any) -> None:
+    for data in (Subset(TensorDataset(X, Y), indices), Subset(Subset(TensorDataset(X, Y), range(11)), indices)):
+        node = stream.batches(data, 2, shuffle=shuffle, seed=3)
+        with Ops() as ops:
+            found = [*node]
+        assert "aten.stack.default" not in ops.names
+        items = [data[i] for i in range(len(data))]
+        expected = [*stream.batches(items, 2, shuffle=shuffle, seed=3)]
+        assert plain(found) == plain(expected)
+    assert repr(stream.source(data)) == f"source(Subset of {len(indices)})"
+
+
 class Ops(TorchDispatchMode):
     """The names of the operations on tensors that are called meanwhile."""
 
@@ -198,6 +214,8 @@ def test_streams_print_as_they_were_written() -> None:
         (lambda: stream.source({"x": X, "scale": torch.tensor(3.0)}), r"all have a row.*got \['scale'\].*in a `map`"),
         (lambda: stream.source({"x": X, "name": "a"}), r"got \['name'\]"),
         (lambda: stream.source(UserDict(x=X)), "a dict of tensors.*UserDict"),
+        (lambda: stream.source(Subset(TensorDataset(X), [11])), r"a Subset of the 11 rows that there are, got \[11\]"),
+        (lambda: stream.source(Subset(TensorDataset(X), [-12])), "a Subset of the 11 rows"),
         (lambda: stream.source(7), "a dataset with a length, an iterable"),
         (lambda: stream.source((X, Y[:3])), "the same number of rows"),
         (lambda: stream.source(by_epoch, errors="skip"), "`map` with errors='skip'"),

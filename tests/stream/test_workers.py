@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from pipeline import stream
 from pipeline.errors import SettingError, WorkerError
@@ -131,6 +132,58 @@ def test_without_a_seed_a_dataset_draws_from_the_generators_of_the_reader() -> N
     random.seed(3)
     np.random.seed(3)
     assert [*stream.source(work.Drawing(2), seed=None)] == expected
+
+
+@pytest.fixture
+def numpys_own() -> Iterator[None]:
+    """The bit generator of numpy's default generator is put back after a test that changes it."""
+    own = np.random.get_bit_generator()
+    yield
+    np.random.set_bit_generator(own)
+
+
+@pytest.mark.usefixtures("numpys_own")
+@pytest.mark.parametrize("kind", [np.random.MT19937, np.random.PCG64])
+@pytest.mark.parametrize("normals", [0, 1, 2, 3])
+@pytest.mark.parametrize("words", [0, 1, 615, 620, 622, 623, 624, 625])
+def test_numpy_draws_afterwards_what_it_would_have_drawn(kind: Any, normals: int, words: int) -> None:
+    def began() -> None:
+        np.random.set_bit_generator(kind(1))
+        np.random.randint(2**32, size=words, dtype=np.uint32)
+        np.random.randn(normals)
+
+    def drawn() -> str:
+        return str([np.random.randn(3).tolist(), np.random.random(700).tolist(), np.random.randn(2).tolist()])
+
+    began()
+    expected, state = drawn(), str(np.random.get_state(legacy=False))
+    began()
+    own = np.random.get_bit_generator()
+    first = [*stream.source(work.Drawing(2))]
+    assert np.random.get_bit_generator() is own
+    assert (drawn(), str(np.random.get_state(legacy=False))) == (expected, state)
+    assert [*stream.source(work.Drawing(2))] == first
+
+
+def test_what_runs_no_code_of_the_users_is_read_without_touching_a_generator() -> None:
+    tensors = TensorDataset(torch.arange(6))
+    plain_ones: list[Any] = [[1, 2], range(2), tensors, Subset(tensors, [3, 1]), ConcatDataset([tensors, [1]])]
+    assert all(stream.source(data).is_plain for data in plain_ones)
+    others: list[Any] = [work.Drawing(4), Subset(work.Drawing(4), [2, 0]), ConcatDataset([tensors, work.Drawing(2)])]
+    assert not any(stream.source(data).is_plain for data in others)
+    for data in others[:2]:
+        assert [*stream.source(data)] == [*stream.source(data)]
+
+
+def test_a_stream_within_an_item_leaves_the_draws_of_the_item_alone() -> None:
+    class Nested(work.Drawing):
+        def __getitem__(self, index: int) -> Any:
+            return work.draws(), np.random.randn(), is_nested and [*stream.source(work.Drawing(2))], work.draws()
+
+    is_nested = False
+    plainly = [(first, normal, last) for first, normal, _, last in stream.source(Nested(3))]
+    is_nested = True
+    assert [(first, normal, last) for first, normal, _, last in stream.source(Nested(3))] == plainly
 
 
 def test_drawing_leaves_the_default_generators_of_the_reader_alone() -> None:

@@ -30,9 +30,9 @@ def defaults_from(key: int) -> Generator[None]:
         yield
         return
     torch_state, python_state, numpys = torch.default_generator.get_state(), random.getstate(), put_aside(key >> 32)
-    torch.default_generator.manual_seed(key)
-    random.seed(key)
     try:
+        torch.default_generator.manual_seed(key)
+        random.seed(key)
         yield
     finally:
         if numpys is not None:

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 
 from pipeline.errors import SettingError, StreamError
+from pipeline.stream._epochs import Told
 from pipeline.stream._guard import Errors, Guard
 from pipeline.stream._indexed import Indexed, Indices, Order, Pass, numbers, shifted
 from pipeline.stream._tables import Kept
@@ -45,13 +46,16 @@ class Rows(_Data):
         self.is_plain = seed is None or not _may_draw(dataset)
         self._guard = Guard(repr(self), errors)
         self._whole: Callable[[list[int]], list[Any]] | None = getattr(dataset, "__getitems__", None)
-        self._told: int | None = None  # of which epoch the dataset knows
+        self._told = Told(dataset) if hasattr(dataset, "set_epoch") else None
 
     def fetch(self, at: Pass, indices: Indices) -> list[Any]:
-        if self._told != at.epoch:
-            tell_epoch(self.dataset, at.epoch)
-            self._told = at.epoch
         rows = numbers(shifted(indices, at.start))
+        if self._told is None:
+            return self._read(rows)
+        with self._told.of(at.epoch):
+            return self._read(rows)
+
+    def _read(self, rows: list[int]) -> list[Any]:
         if self._whole is not None and self._guard.errors == "raise":
             try:
                 items = list(self._whole(rows))
@@ -172,9 +176,3 @@ def are_columns(data: object) -> bool:
                 return False
             is_any = True
     return is_any
-
-
-def tell_epoch(data: object, epoch: int) -> None:
-    """Tell a dataset that wants to know it which epoch comes."""
-    if hasattr(data, "set_epoch"):
-        data.set_epoch(epoch)  # pyright: ignore[reportAttributeAccessIssue]

@@ -115,13 +115,15 @@ def parquet(paths: Any, columns: Iterable[str] | None = None) -> Node:
     """The rows of Parquet files, each as a dict; otherwise as `lines`. Going to a place reads its row group again.
 
     Args:   columns: those to read, all by default.
-    Raises: ImportError without pyarrow: `pip install 'foldtrain[parquet]'`.
+    Raises: ImportError without pyarrow: `pip install 'foldtrain[parquet]'`; SettingError for a name in place of names.
     """
     try:
         importlib.import_module("pyarrow.parquet")
     except ImportError as error:
         error.add_note("parquet needs pyarrow: pip install 'foldtrain[parquet]'")
         raise
+    if isinstance(columns, str):
+        raise SettingError("parquet(columns)", "several names", columns, f"Give [{columns!r}].")
     return unfold(_several(paths), _Parquet(None if columns is None else tuple(columns)))
 
 

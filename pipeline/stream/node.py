@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 
 from torchdata.nodes import BaseNode
 
+from pipeline._checks import whole
 from pipeline.errors import PlaceError, SettingError
 
 __all__ = ["Node"]
@@ -146,7 +147,11 @@ class Node(BaseNode[Any]):
             raise
 
     def begin(self, epoch: int = 0) -> None:
-        """Go to the start of that epoch."""
+        """Go to the start of that epoch.
+
+        Raises: SettingError for what is no number of an epoch.
+        """
+        whole("begin(epoch)", epoch, 0)
         self._undo, self._is_over = None, False
         self.to_epoch(epoch)
 

@@ -12,9 +12,10 @@ from torchdata.nodes import BaseNode
 
 from pipeline._checks import whole
 from pipeline.errors import PlaceError, SettingError, StreamError
+from pipeline.stream._epochs import tell_epoch
 from pipeline.stream._guard import Errors
 from pipeline.stream._noted import number
-from pipeline.stream._rows import Rows, are_columns, tell_epoch, tensors_in
+from pipeline.stream._rows import Rows, are_columns, tensors_in
 from pipeline.stream.node import Node
 
 __all__ = ["source"]
@@ -32,8 +33,8 @@ def source(data: Any, *, seed: int | None = 0, errors: Errors = "raise") -> Node
     them, a `TensorDataset` or a `Subset` of one) is resumed, shuffled and shared out without reading it. What can only
     be read from its beginning (any other iterable, or a function of the epoch that gives one) is resumed by reading up
     to the place, or through its own `state_dict` and `load_state_dict` where it has them. A generator has no way back.
-    `set_epoch` is called where there is one, so that such data is for one stream at a time. A node of torchdata keeps
-    its own state.
+    `set_epoch` is called where there is one: make one source of such data, for however many streams. A node of
+    torchdata keeps its own state.
 
     While an item of a map-style dataset is made (or a batch of them), the default generators of torch, Python and numpy
     are set from the seed and the item's place, and put back afterwards; not in threads. That takes some 0.05 ms. Of

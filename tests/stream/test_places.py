@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from pipeline import stream
-from pipeline.errors import PlaceError, StreamError
+from pipeline.errors import PlaceError, SettingError, StreamError
 from pipeline.stream import Threads
 from tests.stream.cases import Keeping, carried, read
 
@@ -92,6 +92,23 @@ def test_a_generator_has_no_way_back_and_says_what_to_give_instead() -> None:
     assert stream.go_to(numbers(), stream.place_of(numbers(), 0)) == 0
     assert stream.is_read_once(numbers())
     assert not any(map(stream.is_read_once, ([1], DataLoader(range(3)), stream.source(numbers()))))
+
+
+@pytest.mark.parametrize("place", [None, {}, {"read": 1}, {"version": 1, "read": -3, "state": None}, [1], "x"])
+def test_what_is_no_place_of_a_stream_is_told(place: Any) -> None:
+    for other in ([1, 2], DataLoader(range(3)), stream.source([1])):
+        with pytest.raises(PlaceError, match=r"that `place_of` told of, got"):
+            stream.go_to(other, place)
+        with pytest.raises(PlaceError, match="with version 1, got 2"):
+            stream.go_to(other, {"version": 2, "read": 0, "state": None})
+
+
+@pytest.mark.parametrize("epoch", [-1, 1.5, "a", None, True])
+def test_what_is_no_epoch_is_refused(epoch: Any) -> None:
+    for node in (stream.shuffle(range(3)), stream.source(in_a_row)):
+        with pytest.raises(SettingError, match=r"begin\(epoch\) must be a whole number, 0 or more"):
+            node.begin(epoch)
+        assert node.epoch == 0
 
 
 def test_nor_has_a_node_over_one() -> None:

@@ -228,6 +228,22 @@ def test_a_dataset_is_told_its_epoch_in_each_worker(workers: Any) -> None:
     assert epochs == [{0}, {1}, {2}]
 
 
+@each_crew
+def test_an_item_is_made_in_its_own_epoch_though_several_are_in_work(workers: Any) -> None:
+    expected = [(epoch, index) for epoch in range(6) for index in range(4)]
+    rows = stream.repeat(work.SlowEpoch(4), 6)
+    assert [*rows] == expected
+    with stream.prefetch(stream.batch(rows, 3, collate=list), workers=workers) as node:
+        assert [item for batch in node for item in batch] == expected
+
+
+def test_two_streams_over_one_source_read_it_each_in_its_own_epoch() -> None:
+    source = stream.source(work.Epoch(3))
+    one, other = stream.batch(source, 1, collate=list), stream.batch(source, 1, collate=list)
+    other.begin(5)
+    assert [(a[0], b[0]) for a, b in zip(one, other, strict=True)] == [((0, i), (5, i)) for i in range(3)]
+
+
 def test_no_more_is_read_ahead_than_was_said() -> None:
     made: list[int] = []
 

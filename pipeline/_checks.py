@@ -13,10 +13,10 @@ def is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def whole(setting: str, value: object, least: int = 1) -> None:
-    """Raise SettingError unless `value` is a whole number of at least `least`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise SettingError(setting, f"a whole number, {least} or more", value)
+def whole(setting: str, value: object, least: int | None = 1) -> None:
+    """Raise SettingError unless `value` is a whole number, and at least `least` where there is one."""
+    if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
+        raise SettingError(setting, "a whole number" + ("" if least is None else f", {least} or more"), value)
 
 
 def not_negative(setting: str, value: object) -> None:

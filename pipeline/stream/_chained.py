@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pipeline.stream._noted import flag
 from pipeline.stream.node import Node
 
 
@@ -47,5 +48,5 @@ class Chained(Node):
         return {"source": self.source.state_dict(), "ended": self.ended}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        self.source.reset(state["source"])
-        self.ended = state["ended"]
+        self.source.load_state_dict(state["source"])
+        self.ended = flag(state, "ended")

@@ -105,7 +105,8 @@ class _ProcessCrew:
         try:
             for _ in range(workers.n):
                 line, theirs = context.Pipe()
-                process = context.Process(target=_worker.serve, args=(theirs, job), daemon=True)
+                copied = [line, *(worker.line for worker in self._workers)] if workers.start == "fork" else []
+                process = context.Process(target=_worker.serve, args=(theirs, job, copied), daemon=True)
                 process.start()
                 theirs.close()
                 self._workers.append(_Worker(process, line))

@@ -7,16 +7,15 @@ other threads, so that none of ours touches them: see `in_background`.
 from __future__ import annotations
 
 import random
-import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
+from pipeline.stream._numpys_default import put_aside, put_back
+
 _thread = threading.local()
-_spares: list[Any] = []  # a bit generator is slow to make
 
 
 def in_background() -> None:
@@ -30,35 +29,13 @@ def defaults_from(key: int) -> Generator[None]:
     if getattr(_thread, "in_background", False):
         yield
         return
-    torch_state, python_state = torch.default_generator.get_state(), random.getstate()
-    torch.default_generator.manual_seed(key)
-    random.seed(key)
+    torch_state, python_state, numpys = torch.default_generator.get_state(), random.getstate(), put_aside(key >> 32)
     try:
-        if "numpy" in sys.modules:
-            with _numpy_from(key):
-                yield
-        else:
-            yield
-    finally:
-        random.setstate(python_state)
-        torch.default_generator.set_state(torch_state)
-
-
-@contextmanager
-def _numpy_from(key: int) -> Generator[None]:
-    """The same for numpy, whose state is slow to set: a spare bit generator takes the place of the user's for a while.
-
-    What numpy keeps outside of it, half a pair of normal draws, is lost by that, and set where there was any.
-    """
-    random_ = sys.modules["numpy"].random
-    before, own = random_.get_state(legacy=False), random_.get_bit_generator()
-    spare = _spares.pop() if _spares else random_.MT19937(0)
-    random_.set_bit_generator(spare)
-    random_.seed(key >> 32)  # of two words it would take ten times as long
-    try:
+        torch.default_generator.manual_seed(key)
+        random.seed(key)
         yield
     finally:
-        random_.set_bit_generator(own)
-        _spares.append(spare)
-        if before["has_gauss"]:
-            random_.set_state(before)
+        if numpys is not None:
+            put_back(numpys)
+        random.setstate(python_state)
+        torch.default_generator.set_state(torch_state)

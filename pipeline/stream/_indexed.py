@@ -19,6 +19,7 @@ from torch import Tensor
 from pipeline.errors import PlaceError
 from pipeline.stream._defaults import defaults_from
 from pipeline.stream._keys import DEFAULTS, key
+from pipeline.stream._noted import number
 from pipeline.stream.node import Node
 
 Indices = range | Tensor
@@ -42,7 +43,6 @@ class Indexed(Node):
     """Whether `gather` makes a batch without making its items."""
     is_plain: bool = True
     """Whether making an item runs no code of the user's, which might draw."""
-    seed: int = 0
 
     def __init__(self, *sources: Indexed) -> None:
         super().__init__(*sources)
@@ -59,11 +59,6 @@ class Indexed(Node):
     @property
     def rows(self) -> int:
         """How many rows an epoch has."""
-        raise NotImplementedError
-
-    @property
-    def order(self) -> str:
-        """What the order of the rows follows from, as a text: a place in one order is none in another."""
         raise NotImplementedError
 
     def count(self, start: int) -> int:
@@ -88,7 +83,7 @@ class Indexed(Node):
         """One item, with the default generators set from its place where they might be drawn from."""
         if self.is_plain:
             return self.fetch(at, range(index, index + 1))[0]
-        with defaults_from(key(self.seed, DEFAULTS, *self.locate(at, index))):
+        with defaults_from(key(self.defaults_seed, DEFAULTS, *self.locate(at, index))):
             return self.fetch(at, range(index, index + 1))[0]
 
     def next(self) -> Any:
@@ -129,13 +124,13 @@ class Indexed(Node):
 
     def get_state(self) -> dict[str, Any]:
         row = min(self._at.start + self._given * self.unit, self.rows)
-        return {"epoch": self._at.epoch, "row": row, "of": self.order}
+        return {"epoch": self._at.epoch, "row": row}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        if state["of"] != self.order or not 0 <= state["row"] <= self.rows:
-            cure = "The order of this epoch is another one now: `begin(epoch)` goes to the start of an epoch."
-            raise PlaceError(repr(self), f"in {self.order}", f"row {state['row']} of {state['of']}", cure)
-        self._at, self._given, self._end = Pass(state["epoch"], state["row"]), 0, None
+        epoch, row = number(state, "epoch"), number(state, "row")
+        if row > self.rows:
+            raise PlaceError(repr(self), f"in its {self.rows} rows", f"row {row}")
+        self._at, self._given, self._end = Pass(epoch, row), 0, None
 
     def address(self, epoch: int, index: int) -> tuple[int, int]:
         return self.locate(Pass(epoch), index)
@@ -153,7 +148,7 @@ class Order(Indexed):
     def __init__(self, source: Indexed) -> None:
         super().__init__(source)
         self.source: Indexed = self.sources[0]  # pyright: ignore[reportAttributeAccessIssue]
-        self.gathers, self.is_plain, self.seed = source.gathers, source.is_plain, source.seed
+        self.gathers, self.is_plain = source.gathers, source.is_plain
 
     def places(self, epoch: int, indices: Indices) -> tuple[int, Indices]:
         """In which epoch of the source, and where in it, these rows lie."""
@@ -184,7 +179,7 @@ class Layer(Indexed):
     def __init__(self, source: Indexed) -> None:
         super().__init__(source)
         self.source: Indexed = self.sources[0]  # pyright: ignore[reportAttributeAccessIssue]
-        self.is_plain, self.seed = source.is_plain, source.seed
+        self.is_plain = source.is_plain
 
     @property
     def unit(self) -> int:

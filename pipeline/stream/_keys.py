@@ -8,7 +8,7 @@ from torch import Tensor
 from pipeline._splitmix import splitmix64
 
 ORDER, DRAW, MIX, POOL, ITEM, DEFAULTS = range(1, 7)
-"""What a key is for: draws of one seed at one place are told apart by it."""
+"""What a key is for: draws of one seed at one place are told apart by it. 0 is for nothing."""
 
 _MASK = (1 << 64) - 1
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pipeline._checks import whole
+from pipeline.errors import PlaceError
 from pipeline.stream._chained import Chained
 from pipeline.stream._keys import POOL, key
+from pipeline.stream._noted import number
 
 
 class Pooled(Chained):
@@ -16,9 +19,12 @@ class Pooled(Chained):
     begins in the source and how much of it was given out: going there reads the pool again, and nothing before it.
     """
 
+    purpose = POOL
+
     def __init__(self, source: Any, size: int, seed: int) -> None:
         super().__init__(source)
-        self.size, self.seed = size, seed
+        whole(f"{self.name}(seed)", seed, None)
+        self.size, self.seed, self._level = size, seed, self.source.depth(POOL)
         self._forget(0, 0)
 
     def arranged(self, items: list[Any], of: int) -> list[Any]:
@@ -41,6 +47,8 @@ class Pooled(Chained):
     def next(self) -> Any:
         if self._starts is None:
             self._turn(self._given)
+            if self._given > len(self._parts):
+                raise PlaceError(repr(self), f"in its pool of {len(self._parts)}", f"number {self._given} of it")
         while self._given >= len(self._parts):
             if self.ended and not self._coming:
                 self._forget(0, 0)
@@ -64,7 +72,7 @@ class Pooled(Chained):
         self._read(self.size)
         items, self._starts = self._coming, self._coming_starts
         self._coming, self._coming_starts = [], None
-        self._parts = self.arranged(items, key(self.seed, POOL, *self.address(self.epoch, self._pool)))
+        self._parts = self.arranged(items, key(self.seed, POOL, self._level, *self.address(self.epoch, self._pool)))
         self._pace = -(-len(items) // max(1, len(self._parts)))
         self._given = given
 
@@ -78,4 +86,4 @@ class Pooled(Chained):
 
     def load(self, state: Mapping[str, Any]) -> None:
         super().load({**state, "ended": False})
-        self._forget(state["pool"], state["given"])
+        self._forget(number(state, "pool"), number(state, "given"))

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 
-from pipeline.errors import SettingError
+from pipeline.errors import SettingError, StreamError
+from pipeline.stream._epochs import Told
 from pipeline.stream._guard import Errors, Guard
-from pipeline.stream._indexed import Indexed, Indices, Pass, numbers, shifted
+from pipeline.stream._indexed import Indexed, Indices, Order, Pass, numbers, shifted
+from pipeline.stream._tables import Kept
 
 
 class _Data(Indexed):
@@ -40,23 +42,30 @@ class Rows(_Data):
 
     def __init__(self, dataset: Sequence[Any], seed: int | None, errors: Errors) -> None:
         super().__init__()
-        self.dataset, self.size, self.seed = dataset, len(dataset), seed or 0
-        self.is_plain = seed is None or type(dataset) in (list, tuple, range)
+        self.dataset, self.size, self.defaults_seed = dataset, len(dataset), seed or 0
+        self.is_plain = seed is None or not _may_draw(dataset)
         self._guard = Guard(repr(self), errors)
         self._whole: Callable[[list[int]], list[Any]] | None = getattr(dataset, "__getitems__", None)
-        self._told: int | None = None  # of which epoch the dataset knows
+        self._told = Told(dataset) if hasattr(dataset, "set_epoch") else None
 
     def fetch(self, at: Pass, indices: Indices) -> list[Any]:
-        if self._told != at.epoch:
-            tell_epoch(self.dataset, at.epoch)
-            self._told = at.epoch
         rows = numbers(shifted(indices, at.start))
+        if self._told is None:
+            return self._read(rows)
+        with self._told.of(at.epoch):
+            return self._read(rows)
+
+    def _read(self, rows: list[int]) -> list[Any]:
         if self._whole is not None and self._guard.errors == "raise":
             try:
-                return list(self._whole(rows))
+                items = list(self._whole(rows))
+                if len(items) != len(rows):
+                    name = f"{type(self.dataset).__name__}.__getitems__"
+                    raise StreamError(f"{name} gave {len(items)} items for {len(rows)} indices: it must give one each.")
+                return items
             except Exception as error:
                 self._guard.take(error, f"indices {rows} of the dataset, all at once")
-        items: list[Any] = []
+        items = []
         for row in rows:
             try:
                 items.append(self.dataset[row])
@@ -71,6 +80,15 @@ class Rows(_Data):
 
     def __repr__(self) -> str:
         return f"source({type(self.dataset).__name__} of {self.size})"
+
+
+def _may_draw(dataset: object) -> bool:
+    """Whether making an item may run code of the user's."""
+    if type(dataset) is Subset:
+        return _may_draw(dataset.dataset)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+    if type(dataset) is ConcatDataset:
+        return any(map(_may_draw, dataset.datasets))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+    return type(dataset) not in (list, tuple, range, TensorDataset)
 
 
 class Columns(_Data):
@@ -109,6 +127,44 @@ class Columns(_Data):
         return f"source(tensors of {self.size})"
 
 
+class Picked(Order):
+    """Some rows of tensors, or all in another order: what a `Subset` has of a `TensorDataset`."""
+
+    name = "source"
+
+    def __init__(self, node: Columns | Picked, indices: Sequence[int]) -> None:
+        super().__init__(node)
+        where, there = torch.as_tensor(indices, dtype=torch.int64), node.rows
+        where = torch.where(where < 0, where + there, where)
+        if bool(((where < 0) | (where >= there)).any()):
+            raise SettingError("source(data)", f"a Subset of the {there} rows that there are", list(indices))
+        self._where = Kept(where)
+
+    @property
+    def rows(self) -> int:
+        return len(self._where.whole)
+
+    @property
+    def order(self) -> str:
+        return f"{self.rows} rows"
+
+    def places(self, epoch: int, indices: Indices) -> tuple[int, Indices]:
+        return epoch, self._where.at(indices)
+
+    def __repr__(self) -> str:
+        return f"source(Subset of {self.rows})"
+
+
+def tensors_in(data: object) -> Columns | Picked | None:
+    """The rows of tensors that the data is, or that it picks some of; None for all else."""
+    if are_columns(data):
+        return Columns(data)
+    if type(data) is Subset and type(data.dataset) in (TensorDataset, Subset):  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+        node = tensors_in(data.dataset)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+        return None if node is None else Picked(node, data.indices)
+    return None
+
+
 def are_columns(data: object) -> bool:
     """Whether these are tensors with a row for each item: one, or a tuple, a NamedTuple or a dict of them."""
     if type(data) is TensorDataset:
@@ -120,9 +176,3 @@ def are_columns(data: object) -> bool:
                 return False
             is_any = True
     return is_any
-
-
-def tell_epoch(data: object, epoch: int) -> None:
-    """Tell a dataset that wants to know it which epoch comes."""
-    if hasattr(data, "set_epoch"):
-        data.set_epoch(epoch)  # pyright: ignore[reportAttributeAccessIssue]

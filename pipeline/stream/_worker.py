@@ -7,6 +7,7 @@ import pickle
 import signal
 import threading
 import traceback
+from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from queue import SimpleQueue
@@ -47,8 +48,13 @@ class Failed:
 Outcome = Done | Failed
 
 
-def serve(line: Connection, job: Job) -> None:
-    """Do the jobs that come over the line, until it is cut."""
+def serve(line: Connection, job: Job, copied: Iterable[Connection]) -> None:
+    """Do the jobs that come over the line, until it is cut.
+
+    A fork has copies of the main process's ends of the lines: while they are open, no line is ever cut.
+    """
+    for other in copied:
+        other.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     jobs: SimpleQueue[tuple[bytes, bytes]] = SimpleQueue()

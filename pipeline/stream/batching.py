@@ -8,10 +8,11 @@ from typing import Any
 from torch.utils.data import default_collate
 
 from pipeline._checks import whole
-from pipeline.errors import SettingError
+from pipeline.errors import PlaceError, SettingError
 from pipeline.stream._chained import Chained
 from pipeline.stream._collate import Collate, collated
 from pipeline.stream._indexed import Indexed, Indices, Layer, Pass, numbers
+from pipeline.stream._noted import number
 from pipeline.stream._trees import pieces
 from pipeline.stream.node import Node
 from pipeline.stream.sources import source
@@ -138,6 +139,8 @@ class _Split(Chained):
             except StopIteration:
                 self._stay(0)
                 raise
+            if given and given >= len(found):
+                raise PlaceError(repr(self), f"in a batch of {len(found)} micro-batches", f"number {given} of it")
             self._starts, self._pieces, self._given = starts, found, given
         self._given += 1
         return self._pieces[self._given - 1]
@@ -154,8 +157,12 @@ class _Split(Chained):
         return {"source": self._starts, "given": self._given}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        self.source.reset(state["source"])
-        self._stay(state["given"])
+        self.source.load_state_dict(state["source"])
+        self._stay(number(state, "given"))
+
+    @property
+    def order(self) -> str:
+        return f"micro-batches of {self._size}"
 
     def settings(self) -> tuple[str, ...]:
         return (str(self._size),)

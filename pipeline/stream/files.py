@@ -15,6 +15,7 @@ from pipeline._declared import name_of
 from pipeline.errors import SettingError
 from pipeline.stream._chained import Chained
 from pipeline.stream._guard import Guard
+from pipeline.stream._noted import flag
 from pipeline.stream.node import Node
 from pipeline.stream.sources import source
 
@@ -84,8 +85,8 @@ class _Unfolded(Chained):
         return {"source": self._starts, "in_item": True, "after": self._after}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        self.source.reset(state["source"])
-        self._stand(state["source"] if state["in_item"] else None, state["after"])
+        self.source.load_state_dict(state["source"])
+        self._stand(state["source"] if flag(state, "in_item") else None, state["after"])
 
     def close(self) -> None:
         super().close()
@@ -114,13 +115,15 @@ def parquet(paths: Any, columns: Iterable[str] | None = None) -> Node:
     """The rows of Parquet files, each as a dict; otherwise as `lines`. Going to a place reads its row group again.
 
     Args:   columns: those to read, all by default.
-    Raises: ImportError without pyarrow: `pip install 'foldtrain[parquet]'`.
+    Raises: ImportError without pyarrow: `pip install 'foldtrain[parquet]'`; SettingError for a name in place of names.
     """
     try:
         importlib.import_module("pyarrow.parquet")
     except ImportError as error:
         error.add_note("parquet needs pyarrow: pip install 'foldtrain[parquet]'")
         raise
+    if isinstance(columns, str):
+        raise SettingError("parquet(columns)", "several names", columns, f"Give [{columns!r}].")
     return unfold(_several(paths), _Parquet(None if columns is None else tuple(columns)))
 
 

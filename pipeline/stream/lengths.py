@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +36,8 @@ def bucket_by_length(
     """Batches of `size` items of like length.
 
     Items for `pool` batches are read at a time, sorted by length, cut into batches, and the batches given out in random
-    order. The larger the pool, the less is padded, and the more is read again on resuming.
+    order. The larger the pool, the less is padded, and the more is read again on resuming. None is left out, though
+    `len` cannot know of it.
 
     Args:   data: a stream, or what `source` takes; length: of an item; drop_last: leave out an epoch's short batch;
             collate: makes a batch of a list of items: give one that pads.
@@ -81,8 +83,7 @@ class _ByLength(Pooled):
 
     def arranged(self, items: list[Any], of: int) -> list[Any]:
         chance = generator(of)
-        there = [item for item in items if item is not None]
-        shuffled = [there[place] for place in torch.randperm(len(there), generator=chance).tolist()]
+        shuffled = [items[place] for place in torch.randperm(len(items), generator=chance).tolist()]
         lengths = [(self._measured(item), item) for item in shuffled]
         lengths.sort(key=lambda pair: pair[0])
         batches = self.cut(lengths)
@@ -90,9 +91,19 @@ class _ByLength(Pooled):
 
     def _measured(self, item: Any) -> int:
         try:
-            return self._length(item)
+            length = self._length(item)
+            if not 0 <= length < math.inf:
+                cure = "give a `length` that is 0 or more and finite"
+                raise StreamError(f"{self!r} got an item of length {length}: {cure}.")
         except Exception as error:
             return self._guard.take(error, f"an item of epoch {self.epoch}") or 0
+        return length
+
+    def pull(self, n: int) -> list[Any]:
+        items: list[Any] = []
+        while len(items) < n and not self.ended:
+            items += [item for item in super().pull(n - len(items)) if item is not None]
+        return items
 
     def cut(self, items: list[tuple[int, Any]]) -> list[list[Any]]:
         """Batches of the items, which come with their lengths and sorted by them."""
@@ -123,6 +134,11 @@ class _Bucketed(_ByLength):
         there = len(self.source)
         return there // self._each if self._drop_last else -(-there // self._each)
 
+    @property
+    def order(self) -> str:
+        short = ", without the short one" if self._drop_last else ""
+        return f"batches of {self._each} out of {self.size} items at a time{short}, with seed {self.seed}"
+
     def settings(self) -> tuple[str, ...]:
         return (str(self._each), f"seed={self.seed}")
 
@@ -147,6 +163,10 @@ class _Budgeted(_ByLength):
             else:
                 batches.append([item])
         return batches
+
+    @property
+    def order(self) -> str:
+        return f"batches of {self._tokens} tokens out of {self.size} items at a time, with seed {self.seed}"
 
     def settings(self) -> tuple[str, ...]:
         return (str(self._tokens), f"seed={self.seed}")

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pipeline._checks import whole
 from pipeline._declared import name_of
 from pipeline.errors import SettingError
 from pipeline.stream._chained import Chained
@@ -13,6 +14,7 @@ from pipeline.stream._defaults import defaults_from
 from pipeline.stream._guard import Errors, Guard
 from pipeline.stream._indexed import Indexed, Indices, Layer, Pass, numbers
 from pipeline.stream._keys import DEFAULTS, ITEM, generator, key
+from pipeline.stream._noted import number
 from pipeline.stream._parallel import Parallel, Workers, checked
 from pipeline.stream.node import Node
 from pipeline.stream.sources import source
@@ -42,7 +44,9 @@ def map(
     if not callable(function):
         raise SettingError("map(function)", "a function of an item", function)
     node, crew = source(data), checked("map(workers)", workers)
-    call = _Call(function, seed, node.maps, errors)
+    if seed is not None:
+        whole("map(seed)", seed, None)
+    call = _Call(function, seed, errors, node)
     if isinstance(node, Indexed):
         mapped = _MappedRows(node, call)
         return mapped if crew is None else Parallel(mapped, crew)
@@ -52,9 +56,9 @@ def map(
 class _Call:
     """The function with what it needs besides the item; the job of a worker."""
 
-    def __init__(self, function: Callable[..., Any], seed: int | None, level: int, errors: Errors) -> None:
+    def __init__(self, function: Callable[..., Any], seed: int | None, errors: Errors, node: Node) -> None:
         self.function, self.seed = function, seed
-        self.level = level  # so that two functions in a row, with one seed, draw different numbers
+        self.level, self.defaults_seed = node.depth(ITEM), node.defaults_seed
         self.guard = Guard(f"map({name_of(function)})", errors)
 
     def on(self, item: Any, place: Callable[[], tuple[int, int]]) -> Any:
@@ -71,7 +75,7 @@ class _Call:
 
     def __call__(self, *payload: Any) -> Any:
         item, epoch, index = payload
-        with defaults_from(key(DEFAULTS, self.level, epoch, index)):
+        with defaults_from(key(self.defaults_seed, DEFAULTS, self.level, epoch, index)):
             return self.on(item, lambda: (epoch, index))
 
     @property
@@ -87,6 +91,7 @@ class _MappedRows(Layer):
     """A function on items that are made from their places."""
 
     name = "map"
+    purpose = ITEM
 
     def __init__(self, node: Indexed, call: _Call) -> None:
         super().__init__(node)
@@ -96,10 +101,6 @@ class _MappedRows(Layer):
     def fetch(self, at: Pass, indices: Indices) -> list[Any]:
         items = zip(self.source.fetch(at, indices), numbers(indices), strict=True)
         return [self._call.on(item, functools.partial(self.locate, at, index)) for item, index in items]
-
-    @property
-    def maps(self) -> int:
-        return super().maps + 1
 
     @property
     def skipped(self) -> int:
@@ -113,6 +114,7 @@ class _Numbered(Chained):
     """Items with their places: what a worker is given."""
 
     name = kind = "map"
+    purpose = ITEM
 
     def __init__(self, node: Node, call: _Call) -> None:
         super().__init__(node)
@@ -141,12 +143,8 @@ class _Numbered(Chained):
         return {"source": self.source.state_dict(), "index": self._index}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        self.source.reset(state["source"])
-        self._index = state["index"]
-
-    @property
-    def maps(self) -> int:
-        return super().maps + 1
+        self.source.load_state_dict(state["source"])
+        self._index = number(state, "index")
 
     def __len__(self) -> int:
         return len(self.source)

@@ -9,12 +9,17 @@ from typing import Any, ClassVar, Self
 
 from torchdata.nodes import BaseNode
 
+from pipeline._checks import whole
 from pipeline.errors import PlaceError, SettingError
 
 __all__ = ["Node"]
 
 _VERSION = 1
-_HEADER = ("node", "version", "world")
+_HEADER = ("node", "version", "world", "order")
+_CURES = {
+    "world": "The world size may change only where nothing but batch, map, prefetch stand behind `shard`.",
+    "order": "The order of this epoch is another one now: `begin(epoch)` goes to the start of an epoch.",
+}
 
 
 class Node(BaseNode[Any]):
@@ -40,10 +45,13 @@ class Node(BaseNode[Any]):
     """What a place of this kind of node is called; nodes of one kind can take over from each other."""
     steady: ClassVar[bool] = False
     """Whether a failed read leaves the node and all before it where they were."""
+    purpose: ClassVar[int] = 0
+    """What it draws numbers for, if it does; see `depth`."""
 
     def __init__(self, *sources: Node) -> None:
         super().__init__()
         self.sources = tuple(source.joined() for source in sources)
+        self.defaults_seed: int = sources[0].defaults_seed if sources else 0  # of what items draw by themselves
         self._is_joined = self._is_over = False
         self._undo: dict[str, Any] | None = None
 
@@ -94,9 +102,13 @@ class Node(BaseNode[Any]):
         return self.ranks
 
     @property
-    def maps(self) -> int:
-        """How many times in a row `map` is among what this node reads."""
-        return max((source.maps for source in self.sources), default=0)
+    def order(self) -> str:
+        """What its order follows from, besides that of its sources: a place in one order is none in another."""
+        return ""
+
+    def depth(self, purpose: int) -> int:
+        """How many nodes in a row draw for that purpose, up to this one: with one seed, each draws other numbers."""
+        return max((source.depth(purpose) for source in self.sources), default=0) + (self.purpose == purpose)
 
     @property
     def is_endless(self) -> bool:
@@ -115,22 +127,31 @@ class Node(BaseNode[Any]):
         return self._noted()
 
     def _noted(self) -> dict[str, Any]:
-        return {"node": self.kind, "version": _VERSION, "world": self.world, **self.get_state()}
+        return {**self._header(), **self.get_state()}
+
+    def _header(self) -> dict[str, Any]:
+        return {"node": self.kind, "version": _VERSION, "world": self.world, "order": self.order}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go to a place that `state_dict` told of, of this stream or of one that is composed alike.
 
         Raises: PlaceError for a place of another stream; this one is then where it was.
         """
+        if not isinstance(state_dict, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise PlaceError(repr(self), "that is a mapping", state_dict)
         before = self.state_dict()
         try:
             self.reset(state_dict)
-        except PlaceError:
+        except BaseException:
             self.reset(before)
             raise
 
     def begin(self, epoch: int = 0) -> None:
-        """Go to the start of that epoch."""
+        """Go to the start of that epoch.
+
+        Raises: SettingError for what is no number of an epoch.
+        """
+        whole("begin(epoch)", epoch, 0)
         self._undo, self._is_over = None, False
         self.to_epoch(epoch)
 
@@ -147,15 +168,15 @@ class Node(BaseNode[Any]):
         self._check(state)
         try:
             self.load({name: value for name, value in state.items() if name not in _HEADER})
-        except (AttributeError, IndexError, KeyError, TypeError) as error:
+        except PlaceError:
+            raise
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise PlaceError(repr(self), "with what such a node notes down", state) from error
 
     def _check(self, state: Mapping[str, Any]) -> None:
-        expected = {"node": self.kind, "version": _VERSION, "world": self.world}
-        for name, value in expected.items():
+        for name, value in self._header().items():
             if state.get(name) != value:
-                cure = "The world size may change only where nothing but batch, map, prefetch stand behind `shard`."
-                raise PlaceError(repr(self), f"with {name} {value!r}", state.get(name), cure if name == "world" else "")
+                raise PlaceError(repr(self), f"with {name} {value!r}", state.get(name), _CURES.get(name, ""))
 
     @property
     def skipped(self) -> int:

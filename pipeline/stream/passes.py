@@ -13,6 +13,7 @@ from pipeline._checks import whole
 from pipeline.errors import StreamError
 from pipeline.stream._chained import Chained
 from pipeline.stream._indexed import Indexed, Indices, Order, Pass, numbers, shifted
+from pipeline.stream._noted import number
 from pipeline.stream._transparent import Transparent
 from pipeline.stream.node import Node
 from pipeline.stream.sources import source
@@ -90,7 +91,11 @@ class _Taken(Chained):
 
     def load(self, state: Mapping[str, Any]) -> None:
         super().load(state)
-        self._given = state["given"]
+        self._given = number(state, "given")
+
+    @property
+    def order(self) -> str:
+        return f"the first {self._n}"
 
     def __len__(self) -> int:
         return min(self._n, len(self.source))
@@ -157,8 +162,9 @@ class _RepeatedRows(Order):
         return default_collate(self.fetch(at, indices)) if runs else None
 
     def locate(self, at: Pass, index: int) -> tuple[int, int]:
-        (where, rows), *_ = self._runs(at, range(index, index + 1))
-        return self.source.locate(where, int(rows[0]))
+        row = at.start + index
+        of = min(row // self._each, self._passes - 1)  # who draws more than there is stays in the last one
+        return self.source.locate(Pass(at.epoch * self._passes + of), row - of * self._each)
 
     def settings(self) -> tuple[str, ...]:
         return _passes(self._passes)

@@ -6,10 +6,13 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, cast, runtime_checkable
 
-from pipeline.errors import StreamError
+from pipeline.errors import PlaceError, StreamError
+from pipeline.stream._noted import number
 from pipeline.stream.node import Node
 
 __all__ = ["go_to", "is_read_once", "place_of"]
+
+_VERSION = 1
 
 
 @runtime_checkable
@@ -31,7 +34,7 @@ def place_of(stream: Iterable[Any], read: int) -> dict[str, Any]:
     other iterable the place is the number of items. The value is plain, and JSON can hold it if such a state can.
     """
     state = copy.deepcopy(stream.state_dict()) if isinstance(stream, _Stateful) else None
-    return {"version": 1, "read": read, "state": state}
+    return {"version": _VERSION, "read": read, "state": state}
 
 
 def go_to(stream: Iterable[Any], place: Mapping[str, Any]) -> int:
@@ -40,9 +43,15 @@ def go_to(stream: Iterable[Any], place: Mapping[str, Any]) -> int:
     None for a stream that keeps its own place. The others are read up to it: a list at no cost, a `DataLoader` at that
     of the items.
 
-    Raises: StreamError for a generator, unless it is at the beginning; PlaceError for the place of another stream.
+    Raises: StreamError for a generator, unless it is at the beginning; PlaceError for the place of another stream, and
+            for what is none.
     """
-    state, read = place["state"], place["read"]
+    try:
+        version, read, state = place["version"], number(place, "read"), place["state"]
+    except (KeyError, TypeError) as error:
+        raise PlaceError(type(stream).__name__, "that `place_of` told of", place) from error
+    if version != _VERSION:
+        raise PlaceError(type(stream).__name__, f"with version {_VERSION}", version)
     if state is not None and isinstance(stream, _Stateful):
         stream.load_state_dict(state)
         return 0

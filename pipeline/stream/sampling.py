@@ -14,6 +14,7 @@ from pipeline._checks import whole
 from pipeline.errors import SettingError
 from pipeline.stream._indexed import Indexed, Indices, Order
 from pipeline.stream._keys import DRAW, MIX, key, uniform
+from pipeline.stream._noted import number
 from pipeline.stream._tables import Blocks, Kept, Table
 from pipeline.stream.node import Node
 from pipeline.stream.sources import source
@@ -24,17 +25,28 @@ Weights = Sequence[float] | Tensor
 
 
 def balanced(labels: Sequence[Any] | Tensor) -> Tensor:
-    """A weight for each item by which every class is drawn equally often: one over the size of its class."""
+    """A weight for each item by which every class is drawn equally often: one over the size of its class.
+
+    Raises: SettingError for labels that are not a number or a name each.
+    """
     _, where, sizes = torch.unique(_coded(labels), return_inverse=True, return_counts=True)
     return sizes.to(torch.float64).reciprocal()[where]
 
 
 def _coded(labels: Sequence[Any] | Tensor) -> Tensor:
     """The labels as numbers: themselves, or for names the place of each among them."""
-    if isinstance(labels, Tensor):
-        return labels
     codes: dict[Any, int] = {}
-    return torch.tensor([codes.setdefault(label, len(codes)) for label in labels])
+    try:
+        if isinstance(labels, Tensor):
+            coded = labels
+        else:
+            plain = (label.item() if isinstance(label, Tensor) else label for label in labels)
+            coded = torch.tensor([codes.setdefault(label, len(codes)) for label in plain])
+    except (RuntimeError, TypeError) as error:
+        raise SettingError("balanced(labels)", "a number or a name for each item", type(labels)) from error
+    if coded.ndim != 1:
+        raise SettingError("balanced(labels)", "a number or a name for each item", f"shape {tuple(coded.shape)}")
+    return coded
 
 
 def weighted(data: Any, weights: Weights, *, draws: int | None = None, replacement: bool = True, seed: int = 0) -> Node:
@@ -60,16 +72,14 @@ class _Weighted(Order):
     """Rows of the source by weight."""
 
     name = "weighted"
+    purpose = DRAW
 
     def __init__(self, node: Indexed, weights: Weights, draws: int | None, replacement: bool, seed: int) -> None:
         super().__init__(node)
-        self._replacement, self._seed = replacement, seed
-        w = torch.as_tensor(weights, dtype=torch.float64).cpu()
+        whole("weighted(seed)", seed, None)
+        self._replacement, self._seed, self._level = replacement, seed, node.depth(DRAW)
         there = node.count(0)
-        if w.ndim != 1 or len(w) != there:
-            raise SettingError("weighted(weights)", f"one for each of {there} items", f"shape {tuple(w.shape)}")
-        if not bool(w.isfinite().all()) or not bool((w >= 0).all()) or not float(w.sum()) > 0:
-            raise SettingError("weighted(weights)", "finite, not negative, and not all 0", weights)
+        w = _checked(weights, there)
         self._draws = there if draws is None else draws
         whole("weighted(draws)", self._draws)
         possible = int(w.count_nonzero())
@@ -77,7 +87,7 @@ class _Weighted(Order):
             expected = f"at most {possible}, the items that have a weight, where replacement=False"
             raise SettingError("weighted(draws)", expected, self._draws)
         self._weights = w
-        self._up_to = w.cumsum(0)
+        self._up_to = (w / w.max()).cumsum(0)  # a sum of very large ones would be infinite, one of very small ones 0
         self._kept: tuple[int, Table] = (-1, Kept(w))  # one epoch's; replaced as a whole, since threads may read two
         self._name = f"weighted {zlib.crc32(w.numpy().tobytes()):08x}, {self._draws} draws with seed {seed}"
 
@@ -92,7 +102,7 @@ class _Weighted(Order):
     def places(self, epoch: int, indices: Indices) -> tuple[int, Indices]:
         kept = self._kept
         if kept[0] != epoch:
-            kept = self._kept = (epoch, self._drawn(key(self._seed, DRAW, epoch)))
+            kept = self._kept = (epoch, self._drawn(key(self._seed, DRAW, self._level, epoch)))
         return epoch, kept[1].at(indices)
 
     def _drawn(self, of: int) -> Table:
@@ -108,12 +118,30 @@ class _Weighted(Order):
         return torch.searchsorted(self._up_to, uniform(places, of) * self._up_to[-1:])
 
     def _without_replacement(self, of: int) -> Tensor:
-        """The items in the order of the times at which clocks ring that run as fast as the weights."""
-        times = uniform(torch.arange(len(self._weights)), of).log_().neg_().div_(self._weights)
+        """The items in the order of the times at which clocks ring that run as fast as the weights.
+
+        In logarithms, so that the time is infinite for a weight of 0 alone.
+        """
+        times = uniform(torch.arange(len(self._weights)), of).log_().neg_().log_().sub_(self._weights.log())
         return torch.topk(times, self._draws, largest=False, sorted=True).indices
 
     def settings(self) -> tuple[str, ...]:
         return (f"draws={self._draws}", *(() if self._replacement else ("replacement=False",)), f"seed={self._seed}")
+
+
+def _checked(weights: Weights, there: int) -> Tensor:
+    """The weights in float64, one for each of so many items."""
+    try:
+        w = torch.as_tensor(weights, dtype=torch.float64).detach().cpu()
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise SettingError("weighted(weights)", "a sequence of numbers, or a tensor", type(weights)) from error
+    if w.ndim != 1 or len(w) != there:
+        raise SettingError("weighted(weights)", f"one for each of {there} items", f"shape {tuple(w.shape)}")
+    wrong = (w.isfinite() & (w >= 0)).logical_not_().nonzero()
+    if len(wrong) or not bool(w.any()):
+        got = f"{float(w[wrong[0]])} for item {int(wrong[0])}" if len(wrong) else "nothing but 0"
+        raise SettingError("weighted(weights)", "finite, not negative, and not all 0", got)
+    return w
 
 
 Ends = Literal["all", "first"]
@@ -127,10 +155,14 @@ def mix(streams: Iterable[Any], weights: Sequence[float] | None = None, *, ends:
             are in the middle of an epoch then skip the rest of it. `repeat(stream)` makes one endless.
     Raises: SettingError for other weights.
     """
+    whole("mix(seed)", seed, None)
     nodes = tuple(map(source, streams))
-    shares = tuple([1.0] * len(nodes) if weights is None else map(float, weights))
     if not nodes:
         raise SettingError("mix(streams)", "one stream at least", nodes)
+    try:
+        shares = tuple([1.0] * len(nodes) if weights is None else map(float, weights))
+    except (TypeError, ValueError):
+        shares = ()
     if len(shares) != len(nodes) or not all(0 < share < float("inf") for share in shares):
         raise SettingError("mix(weights)", f"{len(nodes)} numbers, each positive and finite", weights)
     if ends not in ("all", "first"):
@@ -142,10 +174,13 @@ class _Mixed(Node):
     """Items of several streams, drawn by weight."""
 
     name = kind = "mix"
+    purpose = MIX
 
     def __init__(self, nodes: tuple[Node, ...], shares: tuple[float, ...], ends: Ends, seed: int) -> None:
         super().__init__(*nodes)
-        self._shares, self._ends, self._seed = shares, ends, seed
+        self._weights, self._ends, self._seed = shares, ends, seed
+        self._shares = [share / max(shares) for share in shares]  # whose sum is finite
+        self._level = max(node.depth(MIX) for node in nodes)
         self._forget(0)
 
     def _forget(self, epoch: int) -> None:
@@ -167,7 +202,7 @@ class _Mixed(Node):
     def _choice(self) -> int:
         """Which stream comes next: of those that go on, by weight."""
         going = [i for i, over in enumerate(self._over) if not over]
-        of = key(self._seed, MIX, *self.address(self._epoch, self._drawn))
+        of = key(self._seed, MIX, self._level, *self.address(self._epoch, self._drawn))
         point = (of >> 11) * 2.0**-53 * sum(self._shares[i] for i in going)
         for i in going:
             point -= self._shares[i]
@@ -199,12 +234,19 @@ class _Mixed(Node):
         return {"epoch": self._epoch, "drawn": self._drawn, "over": list(self._over), "sources": sources}
 
     def load(self, state: Mapping[str, Any]) -> None:
+        epoch, drawn, over = number(state, "epoch"), number(state, "drawn"), state["over"]
+        if [type(is_over) for is_over in over] != [bool] * len(self.sources):
+            raise TypeError(f"over must be {len(self.sources)} times true or false, got {over!r}")
         for node, place in zip(self.sources, state["sources"], strict=True):
-            node.reset(place)
-        self._epoch, self._drawn, self._over = state["epoch"], state["drawn"], list(state["over"])
+            node.load_state_dict(place)
+        self._epoch, self._drawn, self._over = epoch, drawn, list(over)
+
+    @property
+    def order(self) -> str:
+        return f"{len(self.sources)} streams, {', '.join(self.settings())}"
 
     def __len__(self) -> int:
         return sum(map(len, self.sources)) if self._ends == "all" else super().__len__()
 
     def settings(self) -> tuple[str, ...]:
-        return (f"weights={self._shares}", f"ends={self._ends!r}", f"seed={self._seed}")
+        return (f"weights={self._weights}", f"ends={self._ends!r}", f"seed={self._seed}")

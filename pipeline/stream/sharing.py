@@ -9,6 +9,7 @@ from pipeline._checks import whole
 from pipeline.errors import SettingError
 from pipeline.stream._chained import Chained
 from pipeline.stream._indexed import Indexed, Indices, Layer, Pass, scaled
+from pipeline.stream._noted import number
 from pipeline.stream.node import Node
 from pipeline.stream.sources import source
 
@@ -147,7 +148,7 @@ class _Shared(Chained):
 
     def load(self, state: Mapping[str, Any]) -> None:
         super().load(state)
-        self._behind = state["behind"]
+        self._behind = number(state, "behind")
 
     def __len__(self) -> int:
         there = len(self.source)

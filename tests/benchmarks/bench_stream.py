@@ -2,8 +2,10 @@
 
 1. Tensors in memory, 32 a batch, shuffled, no workers.
 2. Decoding of about 2 ms an item, 32 a batch, shuffled, two worker processes that last over the epochs in both.
-3. Padding on a skewed distribution of lengths: fixed batches in shuffled order, `bucket_by_length`, `token_budget`.
-4. Going to a place in 10^7 items, shuffled.
+3. A dataset whose items take a microsecond, 32 a batch, shuffled, no workers: with the default generators set for each
+   batch, and without.
+4. Padding on a skewed distribution of lengths: fixed batches in shuffled order, `bucket_by_length`, `token_budget`.
+5. Going to a place in 10^7 items, shuffled.
 
 The two sides run in turn in one process; medians of the rounds, and the median of the rounds' ratios.
 """
@@ -55,7 +57,20 @@ def drain(batches: Iterable[Any]) -> None:
         pass
 
 
-def compare(title: str, sides: dict[str, Iterable[Any]], batches: int, rounds: int, bar: float) -> None:
+class Cheap:
+    """A dataset whose items are there already."""
+
+    def __init__(self, n: int) -> None:
+        self.rows = torch.randn(n, 32)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.rows[index]
+
+
+def compare(title: str, sides: dict[str, Iterable[Any]], batches: int, rounds: int, bar: str) -> None:
     times: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(rounds + 1):
         gc.collect()
@@ -80,7 +95,17 @@ def in_memory(rounds: int) -> None:
         "DataLoader": DataLoader(data, BATCH, shuffle=True),
         "stream": stream.batches(data, BATCH, shuffle=True),
     }
-    compare("tensors in memory", sides, n // BATCH, rounds, 0.25)
+    compare("tensors in memory", sides, n // BATCH, rounds, "0.25")
+
+
+def cheap(rounds: int) -> None:
+    n = 200 * BATCH
+    data: Any = Cheap(n)
+    for seed, title in ((0, "cheap items"), (None, "cheap items, source(seed=None)")):
+        ours = stream.batch(stream.shuffle(stream.source(data, seed=seed)), BATCH)
+        compare(
+            title, {"DataLoader": DataLoader(data, BATCH, shuffle=True), "stream": ours}, n // BATCH, rounds, "none"
+        )
 
 
 def decoding(rounds: int) -> None:
@@ -92,7 +117,7 @@ def decoding(rounds: int) -> None:
         "stream": ours,
     }
     with ours:
-        compare("decoding, 2 workers", sides, n // BATCH, rounds, 1.0)
+        compare("decoding, 2 workers", sides, n // BATCH, rounds, "1.0")
 
 
 def lengths(n: int) -> list[Tensor]:
@@ -142,6 +167,7 @@ def main(rounds: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     in_memory(3 * rounds)
+    cheap(3 * rounds)
     decoding(rounds)
     padding(20_000)
     resuming(10_000_000)

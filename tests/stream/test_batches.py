@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from pipeline import stream
-from pipeline.errors import SettingError
+from pipeline.errors import SettingError, StreamError
 from tests.stream.cases import by_epoch, plain
 
 
@@ -85,6 +85,21 @@ class Asked(Dataset[int]):
         return [10 * index for index in indices]
 
 
+class Forgetful(Asked):
+    """A dataset that gives less than it is asked for."""
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return indices[1:]
+
+
+def test_a_dataset_that_gives_less_than_it_is_asked_for_is_told() -> None:
+    node = stream.batches(Forgetful(), 2)
+    for _ in range(2):
+        with pytest.raises(StreamError, match=r"Forgetful\.__getitems__ gave 1 items for 2 indices") as failure:
+            next(node)
+        assert "indices [0, 1] of the dataset" in failure.value.__notes__[0]
+
+
 def test_datasets_of_torch_are_read_as_what_they_are() -> None:
     assert [batch.tolist() for batch in stream.batches(Listed(), 2)] == [[0, 1], [2, 3], [4]]
     data = Asked()
@@ -110,6 +125,22 @@ def test_a_list_of_tensors_is_a_list_of_items_and_a_tuple_of_them_columns() -> N
     assert len(stream.source([X, Y])) == 2
     assert len(stream.source((X, Y))) == 11
     assert len(stream.source((X, "name"))) == 2
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize(
+    "indices", [[4, 2, 7, -1, 2], [], torch.tensor([10, 0])], ids=["a list", "nothing", "a tensor"]
+)
+def test_a_subset_of_tensors_is_read_at_once_too(shuffle: bool, indices: Any) -> None:
+    for data in (Subset(TensorDataset(X, Y), indices), Subset(Subset(TensorDataset(X, Y), range(11)), indices)):
+        node = stream.batches(data, 2, shuffle=shuffle, seed=3)
+        with Ops() as ops:
+            found = [*node]
+        assert "aten.stack.default" not in ops.names
+        items = [data[i] for i in range(len(data))]
+        expected = [*stream.batches(items, 2, shuffle=shuffle, seed=3)]
+        assert plain(found) == plain(expected)
+    assert repr(stream.source(data)) == f"source(Subset of {len(indices)})"
 
 
 class Ops(TorchDispatchMode):
@@ -179,6 +210,12 @@ def test_streams_print_as_they_were_written() -> None:
         (lambda: stream.source({3, 1}), "an order of its own"),
         (lambda: stream.source({"a": 1}), "an order of its own"),
         (lambda: stream.source("words.txt"), r"`lines\(path\)` reads a file"),
+        (lambda: stream.source(torch.tensor(3.0)), "a tensor with a row for each item, got 'one of no dimension'"),
+        (lambda: stream.source({"x": X, "scale": torch.tensor(3.0)}), r"all have a row.*got \['scale'\].*in a `map`"),
+        (lambda: stream.source({"x": X, "name": "a"}), r"got \['name'\]"),
+        (lambda: stream.source(UserDict(x=X)), "a dict of tensors.*UserDict"),
+        (lambda: stream.source(Subset(TensorDataset(X), [11])), r"a Subset of the 11 rows that there are, got \[11\]"),
+        (lambda: stream.source(Subset(TensorDataset(X), [-12])), "a Subset of the 11 rows"),
         (lambda: stream.source(7), "a dataset with a length, an iterable"),
         (lambda: stream.source((X, Y[:3])), "the same number of rows"),
         (lambda: stream.source(by_epoch, errors="skip"), "`map` with errors='skip'"),

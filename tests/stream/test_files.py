@@ -82,6 +82,8 @@ def test_parquet_gives_its_rows_and_those_columns_that_are_asked_for(tmp_path: P
     assert [row["n"] for row in stream.parquet(paths)] == [*range(7), *range(100, 107)]
     assert next(stream.parquet(paths)) == {"n": 0, "text": "<0>"}
     assert next(stream.parquet(paths[1], ["text"])) == {"text": "<0>"}
+    with pytest.raises(SettingError, match=r"parquet\(columns\) must be several names, got 'text'\. Give \['text'\]"):
+        stream.parquet(paths, "text")
 
 
 def test_parquet_is_gone_on_with_at_every_row(tmp_path: Path) -> None:

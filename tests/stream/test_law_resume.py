@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline import stream
+from pipeline.errors import PlaceError
 from pipeline.stream import Node, Threads
 from tests.stream.cases import (
     CASES,
@@ -148,6 +149,38 @@ def test_asking_for_the_state_or_the_length_moves_nothing(case: Case) -> None:
         node.load_state_dict(node.state_dict())
         asked += read(node, 1)
     assert asked == uncut
+    node.close()
+
+
+# -- states from anywhere ---------------------------------------------------------------------------------------------
+
+THE_READERS_OWN = {"inner", "after"}  # what an iterable, or a function that reads, has noted down
+
+
+def spoilt(state: Any) -> Iterator[Any]:
+    """The same state with rubbish in one place, in each place."""
+    if isinstance(state, dict):
+        for name in state.keys() - THE_READERS_OWN:
+            yield {key: value for key, value in state.items() if key != name}
+            yield from ({**state, name: other} for other in spoilt(state[name]))
+    elif isinstance(state, list):
+        yield from ([*state[:i], other, *state[i + 1 :]] for i in range(len(state)) for other in spoilt(state[i]))
+        yield state[1:]
+        yield [*state, *state[:1]]
+    if not isinstance(state, list) or state:
+        yield from (rubbish for rubbish in ("x", None, -7, 2.5, []) if rubbish != state)
+
+
+@each
+def test_what_is_no_place_is_refused_and_the_stream_stays_where_it_was(case: Case) -> None:
+    uncut, node = whole(case.build), case.build()
+    assert read(node, 2) == uncut[:2]
+    place = carried(node.state_dict())
+    for rubbish in (None, 3, "x", [], {}, *spoilt(place)):
+        with pytest.raises(PlaceError):
+            node.load_state_dict(rubbish)
+        assert node.state_dict() == place
+    assert read(node, len(uncut) - 2) == uncut[2:]
     node.close()
 
 

@@ -93,8 +93,32 @@ def test_none_is_left_out_however_many_there_are() -> None:
         stream.token_budget(rows, 9, pool=2, collate=list),
         stream.bucket_by_length(rows, 1, pool=2, collate=list),
     ):
-        assert sorted(map(sorted, node)) == [["a"], ["b"]]
+        assert sorted(item for batch in node for item in batch) == ["a", "b"]
     assert sorted(map(sorted, stream.token_budget(["a", None, "b", None], 1, collate=list))) == [["a"], ["b"]]
+
+
+def test_the_short_batch_that_is_left_out_is_that_of_the_epoch_though_there_are_none_among_the_items() -> None:
+    rows = ["a", None, "b", "c", None, None, "d", "e", "f", "g"]
+    node = stream.bucket_by_length(rows, 2, pool=2, drop_last=True, collate=list)
+    batches = [*node]
+    assert [*map(len, batches)] == [2, 2, 2]
+    assert len({item for batch in batches for item in batch}) == 6
+
+
+@pytest.mark.parametrize("length", [float("nan"), -1, float("inf")])
+@pytest.mark.parametrize("build", [stream.token_budget, stream.bucket_by_length])
+def test_a_length_that_is_none_is_told(build: Any, length: Any) -> None:
+    with pytest.raises(StreamError, match=rf"got an item of length {length}: give a `length` that is 0 or more"):
+        next(build(["a"], 8, length=lambda item: length, collate=list))
+    with pytest.raises(TypeError) as failure:
+        next(build(["a"], 8, length=lambda item: None, collate=list))
+    assert "(length), at an item of epoch 0" in failure.value.__notes__[0]
+
+
+def test_lengths_may_be_numbers_of_any_kind() -> None:
+    for length in (lambda item: torch.tensor(len(item)), lambda item: float(len(item)), lambda item: len(item) / 2):
+        batches = [*stream.token_budget(words(30), 60, length=length, collate=list)]
+        assert sorted(item for batch in batches for item in batch) == words(30)
 
 
 def test_an_item_above_the_budget_is_told_with_the_cure() -> None:

@@ -18,6 +18,7 @@ from pipeline.errors import SettingError
 from pipeline.stream import _permutation
 from pipeline.stream._keys import key, mixed, uniform
 from pipeline.stream._permutation import feistel, permutation
+from tests.stream import work
 from tests.stream.cases import END, by_epoch, read
 
 
@@ -187,6 +188,13 @@ def test_balanced_weights_draw_every_class_as_often() -> None:
         (lambda: stream.mix([[1], [2]], [1]), "2 numbers"),
         (lambda: stream.mix([[1], [2]], [1, 0]), "each positive"),
         (lambda: stream.mix([[1], [2]], ends="last"), "'all' or 'first'"),
+        (lambda: stream.weighted(range(2), ["a", "b"]), "a sequence of numbers"),
+        (lambda: stream.weighted(range(2), iter([1, 1])), "a sequence of numbers"),
+        (lambda: stream.mix([[1], [2]], ["a", 1]), "2 numbers"),
+        (lambda: stream.balanced([[1], [2]]), "a number or a name for each item"),
+        (lambda: stream.balanced(torch.ones(2, 2)), r"a number or a name for each item, got 'shape \(2, 2\)'"),
+        (lambda: stream.balanced([torch.ones(2)]), "a number or a name for each item"),
+        (lambda: stream.shuffle(stream.repeat(range(3))), r"with an end.*`repeat\(shuffle\(data\)\)`"),
         (lambda: stream.shuffle(range(3), buffer=0), r"shuffle\(buffer\)"),
         (lambda: stream.take(range(3), 0), r"take\(n\)"),
         (lambda: stream.repeat(range(3), 0), r"repeat\(passes\)"),
@@ -259,3 +267,99 @@ def test_a_stream_without_an_end_has_no_length_and_one_that_gives_nothing_says_s
     assert len(stream.take(stream.repeat(range(3)), 7)) == 7
     with pytest.raises(ValueError, match="would never end"):
         next(stream.repeat(stream.filter(lambda epoch: range(3), lambda x: False)))
+
+
+# -- with one seed ----------------------------------------------------------------------------------------------------
+
+
+def test_a_shuffle_of_a_shuffle_is_as_random_as_one_though_they_have_one_seed() -> None:
+    # The same permutation twice leaves 3 items as they are in 4 of 6 cases, two permutations in 1 of 6.
+    n = 1200
+    for data in (range(3), lambda epoch: range(3)):
+        same = sum([*stream.shuffle(stream.shuffle(data, seed=i), seed=i)] == [0, 1, 2] for i in range(n))
+        assert within(same, n, 1 / 6)
+
+
+def test_a_mixture_of_a_mixture_draws_from_all_though_they_have_one_seed() -> None:
+    n = 2000
+    firsts = Counter(next(stream.mix([stream.mix([["a"], ["b"]], seed=i), ["c"]], seed=i)) for i in range(n))
+    assert all(within(firsts[name], n, p) for name, p in (("a", 0.25), ("b", 0.25), ("c", 0.5)))
+
+
+def test_draws_of_draws_are_even_though_they_have_one_seed() -> None:
+    # The same draws twice would give the first item in 5 of 9 cases, two draws give it in 1 of 3.
+    n = 2000
+    kept = sum(
+        next(stream.weighted(stream.weighted(range(3), [1] * 3, seed=i), [1] * 3, seed=i)) == 0 for i in range(n)
+    )
+    assert within(kept, n, 1 / 3)
+
+
+def test_batches_by_length_of_a_buffer_are_drawn_by_themselves() -> None:
+    # All lengths are equal, so that nothing but chance orders the items; the same chance twice would show as above.
+    n = 1200
+    same = 0
+    for i in range(n):
+        buffer = stream.shuffle(lambda epoch: range(3), buffer=3, seed=i)
+        batches = stream.bucket_by_length(buffer, 3, length=lambda item: 1, collate=list, seed=i)
+        same += [*batches] == [[0, 1, 2]]
+    assert within(same, n, 1 / 6)
+
+
+def test_what_is_drawn_more_often_than_there_is_has_numbers_of_its_own() -> None:
+    source = stream.repeat(range(3), 2)
+    node = stream.map(stream.weighted(source, [1] * 6, draws=24), work.tokens, seed=1)
+    drawn = [number for _ in range(2) for _, number in node]
+    assert len(set(drawn)) == 48
+
+
+@pytest.mark.parametrize("weights", [[1e308, 1e308, 0.0], [0.0, 5e-324, 5e-324], [1e-320, 0.0, 1e-320]])
+@pytest.mark.parametrize("replacement", [True, False])
+def test_weights_may_be_as_large_and_as_small_as_numbers_are(weights: list[float], replacement: bool) -> None:
+    n = 300
+    seen: Counter[int] = Counter()
+    for order in epochs(stream.weighted(range(3), weights, draws=1, replacement=replacement), n):
+        seen.update(order)
+    assert all(within(seen[i], n, 0.5 if weight else 0.0) for i, weight in enumerate(weights))
+    if not replacement:
+        drawn = epochs(stream.weighted(range(3), [1e-320, 0, 1], draws=2, replacement=False), 30)
+        assert all(sorted(order) == [0, 2] for order in drawn)
+    seen = Counter(stream.take(stream.mix([stream.repeat(["a"]), stream.repeat(["b"])], [1e308, 1e308]), n))
+    assert within(seen["a"], n, 0.5)
+
+
+def test_weights_may_be_part_of_a_graph_and_labels_tensors() -> None:
+    assert len([*stream.weighted(range(2), torch.ones(2, requires_grad=True))]) == 2
+    assert stream.balanced([torch.tensor(0), torch.tensor(0), torch.tensor(1)]).tolist() == [0.5, 0.5, 1.0]
+    assert stream.balanced([]).tolist() == []
+
+
+def test_wrong_weights_are_told_by_the_first_of_them_and_not_all_shown() -> None:
+    with pytest.raises(SettingError, match=r"got '-1\.0 for item 7'") as failure:
+        stream.weighted(range(10**4), [1.0] * 7 + [-1.0] * (10**4 - 7))
+    assert len(str(failure.value)) < 200
+
+
+@pytest.mark.parametrize("seed", [None, 1.5, "a", True])
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda seed: stream.shuffle(range(3), seed=seed),
+        lambda seed: stream.shuffle(by_epoch, seed=seed),
+        lambda seed: stream.weighted(range(3), [1] * 3, seed=seed),
+        lambda seed: stream.mix([[1]], seed=seed),
+        lambda seed: stream.bucket_by_length(["a"], 1, seed=seed),
+        lambda seed: stream.token_budget(["a"], 1, seed=seed),
+        lambda seed: stream.source([1], seed=seed or 1.5),
+        lambda seed: stream.map([1], work.tokens, seed=seed or 1.5),
+        lambda seed: stream.batches([1], 1, seed=seed or 1.5),
+    ],
+)
+def test_a_seed_is_a_whole_number(build: Any, seed: Any) -> None:
+    with pytest.raises(SettingError, match=r"\(seed\) must be a whole number, got"):
+        build(seed)
+
+
+def test_any_whole_number_is_a_seed() -> None:
+    orders = {tuple(stream.shuffle(range(20), seed=seed)) for seed in (-1, 0, 1, 2**63)}
+    assert len(orders) == 4

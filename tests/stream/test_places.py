@@ -8,13 +8,14 @@ from itertools import islice
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from pipeline import stream
-from pipeline.errors import PlaceError, StreamError
+from pipeline.errors import PlaceError, SettingError, StreamError
 from pipeline.stream import Threads
-from tests.stream.cases import carried, read
+from tests.stream.cases import Keeping, carried, read
 
 
 def number(batch: Any) -> Any:
@@ -93,6 +94,23 @@ def test_a_generator_has_no_way_back_and_says_what_to_give_instead() -> None:
     assert not any(map(stream.is_read_once, ([1], DataLoader(range(3)), stream.source(numbers()))))
 
 
+@pytest.mark.parametrize("place", [None, {}, {"read": 1}, {"version": 1, "read": -3, "state": None}, [1], "x"])
+def test_what_is_no_place_of_a_stream_is_told(place: Any) -> None:
+    for other in ([1, 2], DataLoader(range(3)), stream.source([1])):
+        with pytest.raises(PlaceError, match=r"that `place_of` told of, got"):
+            stream.go_to(other, place)
+        with pytest.raises(PlaceError, match="with version 1, got 2"):
+            stream.go_to(other, {"version": 2, "read": 0, "state": None})
+
+
+@pytest.mark.parametrize("epoch", [-1, 1.5, "a", None, True])
+def test_what_is_no_epoch_is_refused(epoch: Any) -> None:
+    for node in (stream.shuffle(range(3)), stream.source(in_a_row)):
+        with pytest.raises(SettingError, match=r"begin\(epoch\) must be a whole number, 0 or more"):
+            node.begin(epoch)
+        assert node.epoch == 0
+
+
 def test_nor_has_a_node_over_one() -> None:
     node = stream.source(iter(range(5)))
     read(node, 2)
@@ -110,9 +128,9 @@ def test_a_place_of_a_node_is_no_place_of_another() -> None:
     shuffled = stream.shuffle(range(10))
     for other, says in (
         (stream.filter(range(10), bool), "with node 'filter', got 'rows'"),
-        (stream.shuffle(range(9)), "in 9 rows, shuffled with seed 0, got 'row 0 of 10 rows"),
+        (stream.shuffle(range(9)), "with order '9 rows, shuffled with seed 0', got '10 rows, shuffled with seed 0'"),
         (stream.shuffle(range(10), seed=1), "shuffled with seed 1"),
-        (stream.source(range(10)), "in 10 rows"),
+        (stream.source(range(10)), "with order '10 rows'"),
         (stream.weighted(range(10), [1] * 10), "weighted"),
     ):
         read(other, 1)
@@ -140,6 +158,82 @@ def test_what_is_no_place_is_refused_and_the_stream_stays(broken: Any) -> None:
         node.load_state_dict(broken(node.state_dict()))
     node.load_state_dict(node.state_dict())
     assert [first, *node] == [*stream.batch(stream.shuffle(range(10)), 2, collate=list)]
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        (lambda: stream.shuffle(in_a_row, buffer=10), lambda: stream.shuffle(in_a_row, buffer=4)),
+        (lambda: stream.shuffle(in_a_row, buffer=10), lambda: stream.shuffle(in_a_row, buffer=10, seed=1)),
+        (lambda: stream.take(in_a_row, 9), lambda: stream.take(in_a_row, 3)),
+        (lambda: stream.mix([in_a_row, in_a_row]), lambda: stream.mix([in_a_row] * 3)),
+        (lambda: stream.mix([in_a_row] * 3), lambda: stream.mix([in_a_row, in_a_row])),
+        (lambda: stream.mix([in_a_row, in_a_row]), lambda: stream.mix([in_a_row, in_a_row], [1, 2])),
+        (lambda: stream.mix([in_a_row, in_a_row]), lambda: stream.mix([in_a_row, in_a_row], ends="first")),
+        (lambda: stream.split(in_a_row, 2), lambda: stream.split(in_a_row, 3)),
+        (lambda: by_length(2, pool=5), lambda: by_length(2, pool=4)),
+        (lambda: by_length(2, pool=5), lambda: by_length(5, pool=2)),
+        (lambda: by_length(2, pool=5), lambda: by_length(2, pool=5, drop_last=True)),
+        (lambda: budget(8, pool=6), lambda: budget(8, pool=5)),
+        (lambda: budget(8, pool=6), lambda: budget(9, pool=6)),
+        (lambda: budget(8, pool=6), lambda: budget(8, pool=6, seed=1)),
+    ],
+)
+def test_a_place_in_another_order_is_refused_for_what_is_read_in_a_row_too(saved: Any, loaded: Any) -> None:
+    node, other = saved(), loaded()
+    read(node, 3)
+    with pytest.raises(PlaceError, match=r"with order .*, got .*The order of this epoch is another one now"):
+        other.load_state_dict(node.state_dict())
+    again = saved()
+    again.load_state_dict(node.state_dict())
+    assert [*again] == [*node]
+
+
+def in_a_row(epoch: int) -> Iterator[int]:
+    return iter(range(20))
+
+
+def by_length(size: int, **settings: Any) -> Any:
+    return stream.bucket_by_length(in_a_row, size, length=int, collate=list, **settings)
+
+
+def budget(tokens: int, **settings: Any) -> Any:
+    return stream.token_budget(in_a_row, tokens, length=lambda item: item % 5, collate=list, **settings)
+
+
+def test_a_place_in_what_has_become_less_is_told() -> None:
+    node, other = (stream.split(stream.batch(torch.arange(12), size), 2) for size in (6, 4))
+    read(node, 2)
+    other.load_state_dict(node.state_dict())
+    with pytest.raises(PlaceError, match="in a batch of 2 micro-batches, got 'number 2 of it'"):
+        next(other)
+    node, other = (stream.shuffle(lambda epoch, n=n: range(n), buffer=10) for n in (10, 5))
+    read(node, 7)
+    other.load_state_dict(node.state_dict())
+    with pytest.raises(PlaceError, match="in its pool of 5, got 'number 7 of it'"):
+        next(other)
+
+
+def test_a_place_of_an_iterable_with_a_state_does_for_one_without() -> None:
+    node, other = stream.source(Keeping(6)), stream.source(lambda epoch: range(6))
+    read(node, 4)
+    other.load_state_dict(node.state_dict())
+    assert [*other] == [4, 5]
+
+
+class Refusing(Keeping):
+    """An iterable with a state that takes none."""
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise RuntimeError("no")
+
+
+def test_a_state_that_an_iterable_does_not_take_is_its_own_error() -> None:
+    node, other = stream.source(Keeping(6)), stream.source(Refusing(6))
+    read(node, 4)
+    other.load_state_dict(node.state_dict())
+    with pytest.raises(RuntimeError, match="no"):
+        next(other)
 
 
 def test_nested_rubbish_is_refused_too() -> None:

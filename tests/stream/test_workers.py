@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from pipeline import stream
 from pipeline.errors import SettingError, WorkerError
@@ -111,6 +112,17 @@ def test_a_function_on_rows_may_draw_from_the_default_generators() -> None:
     assert len(set(plainly)) == 8
 
 
+def test_functions_on_what_is_read_in_a_row_draw_by_the_seed_of_the_source() -> None:
+    def drawn(seed: int) -> list[Any]:
+        source = stream.source(lambda epoch: range(4), seed=seed)
+        with stream.map(stream.shuffle(source, buffer=2), work.draws, workers=1) as node:
+            return [number for item in node for number in item]
+
+    first = drawn(1)
+    assert drawn(1) == first
+    assert not {*first} & {*drawn(2)}
+
+
 def test_without_a_seed_a_dataset_draws_from_the_generators_of_the_reader() -> None:
     torch.manual_seed(3)
     random.seed(3)
@@ -120,6 +132,58 @@ def test_without_a_seed_a_dataset_draws_from_the_generators_of_the_reader() -> N
     random.seed(3)
     np.random.seed(3)
     assert [*stream.source(work.Drawing(2), seed=None)] == expected
+
+
+@pytest.fixture
+def numpys_own() -> Iterator[None]:
+    """The bit generator of numpy's default generator is put back after a test that changes it."""
+    own = np.random.get_bit_generator()
+    yield
+    np.random.set_bit_generator(own)
+
+
+@pytest.mark.usefixtures("numpys_own")
+@pytest.mark.parametrize("kind", [np.random.MT19937, np.random.PCG64])
+@pytest.mark.parametrize("normals", [0, 1, 2, 3])
+@pytest.mark.parametrize("words", [0, 1, 615, 620, 622, 623, 624, 625])
+def test_numpy_draws_afterwards_what_it_would_have_drawn(kind: Any, normals: int, words: int) -> None:
+    def began() -> None:
+        np.random.set_bit_generator(kind(1))
+        np.random.randint(2**32, size=words, dtype=np.uint32)
+        np.random.randn(normals)
+
+    def drawn() -> str:
+        return str([np.random.randn(3).tolist(), np.random.random(700).tolist(), np.random.randn(2).tolist()])
+
+    began()
+    expected, state = drawn(), str(np.random.get_state(legacy=False))
+    began()
+    own = np.random.get_bit_generator()
+    first = [*stream.source(work.Drawing(2))]
+    assert np.random.get_bit_generator() is own
+    assert (drawn(), str(np.random.get_state(legacy=False))) == (expected, state)
+    assert [*stream.source(work.Drawing(2))] == first
+
+
+def test_what_runs_no_code_of_the_users_is_read_without_touching_a_generator() -> None:
+    tensors = TensorDataset(torch.arange(6))
+    plain_ones: list[Any] = [[1, 2], range(2), tensors, Subset(tensors, [3, 1]), ConcatDataset([tensors, [1]])]
+    assert all(stream.source(data).is_plain for data in plain_ones)
+    others: list[Any] = [work.Drawing(4), Subset(work.Drawing(4), [2, 0]), ConcatDataset([tensors, work.Drawing(2)])]
+    assert not any(stream.source(data).is_plain for data in others)
+    for data in others[:2]:
+        assert [*stream.source(data)] == [*stream.source(data)]
+
+
+def test_a_stream_within_an_item_leaves_the_draws_of_the_item_alone() -> None:
+    class Nested(work.Drawing):
+        def __getitem__(self, index: int) -> Any:
+            return work.draws(), np.random.randn(), is_nested and [*stream.source(work.Drawing(2))], work.draws()
+
+    is_nested = False
+    plainly = [(first, normal, last) for first, normal, _, last in stream.source(Nested(3))]
+    is_nested = True
+    assert [(first, normal, last) for first, normal, _, last in stream.source(Nested(3))] == plainly
 
 
 def test_drawing_leaves_the_default_generators_of_the_reader_alone() -> None:
@@ -162,6 +226,22 @@ def test_a_dataset_is_told_its_epoch_in_each_worker(workers: Any) -> None:
     with stream.batches(work.Epoch(5), 1, workers=workers, collate=list) as node:
         epochs = [{epoch for batch in node for epoch, _ in batch} for _ in range(3)]
     assert epochs == [{0}, {1}, {2}]
+
+
+@each_crew
+def test_an_item_is_made_in_its_own_epoch_though_several_are_in_work(workers: Any) -> None:
+    expected = [(epoch, index) for epoch in range(6) for index in range(4)]
+    rows = stream.repeat(work.SlowEpoch(4), 6)
+    assert [*rows] == expected
+    with stream.prefetch(stream.batch(rows, 3, collate=list), workers=workers) as node:
+        assert [item for batch in node for item in batch] == expected
+
+
+def test_two_streams_over_one_source_read_it_each_in_its_own_epoch() -> None:
+    source = stream.source(work.Epoch(3))
+    one, other = stream.batch(source, 1, collate=list), stream.batch(source, 1, collate=list)
+    other.begin(5)
+    assert [(a[0], b[0]) for a, b in zip(one, other, strict=True)] == [((0, i), (5, i)) for i in range(3)]
 
 
 def test_no_more_is_read_ahead_than_was_said() -> None:
@@ -356,6 +436,15 @@ def test_a_with_block_ends_them(build: Callable[[], Node]) -> None:
     node.close()
 
 
+@pytest.mark.parametrize("start", multiprocessing.get_all_start_methods())
+def test_processes_end_by_themselves_however_they_were_started(start: str) -> None:
+    node = stream.prefetch(work.Numbers(9), workers=Processes(2, start=start))
+    assert next(node) == 0
+    processes = multiprocessing.active_children()
+    node.close()
+    assert [process.exitcode for process in processes] == [0, 0]  # one that does not notice is killed
+
+
 SCRIPT = """
 import signal
 import sys
@@ -365,7 +454,9 @@ from tests.stream import work
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the one who started the tests has made of it
-    workers = {"processes": 2, "threads": stream.Threads(2), "none": None}[sys.argv[1]]
+    workers = {
+        "processes": 2, "forks": stream.Processes(2, start="fork"), "threads": stream.Threads(2), "none": None
+    }[sys.argv[1]]
     batches = stream.batches(stream.map(range(10**6), work.slowly), 4, workers=workers, ahead=2)
     for i, _ in enumerate(batches):
         if i == 2:
@@ -381,7 +472,7 @@ def alive(group: int) -> list[str]:
     return [pid for of, state, pid in found if int(of) == group and not state.startswith("Z")]
 
 
-@pytest.mark.parametrize("kind", ["none", "threads", "processes"])
+@pytest.mark.parametrize("kind", ["none", "threads", "processes", "forks"])
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "kill"])
 def test_ctrl_c_and_a_kill_leave_no_process(kind: str, how: signal.Signals, tmp_path: Path) -> None:
     script = tmp_path / "script.py"

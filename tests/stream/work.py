@@ -80,6 +80,16 @@ class Epoch:
         return self.epoch, index
 
 
+class SlowEpoch(Epoch):
+    """One that takes its time between being told and giving an item."""
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        epoch = self.epoch
+        time.sleep(0.002 * (index % 3))
+        assert self.epoch == epoch
+        return epoch, index
+
+
 def tokens(item: Any, generator: torch.Generator) -> tuple[Any, int]:
     """The item and a number of its own."""
     return item, int(torch.randint(10**9, (), generator=generator))

@@ -11,6 +11,7 @@ from torch.optim.optimizer import (
     _global_optimizer_post_hooks,  # pyright: ignore[reportPrivateUsage]
     _global_optimizer_pre_hooks,  # pyright: ignore[reportPrivateUsage]
 )
+from torch.utils import _pytree as pytree
 
 from pipeline._compiled_step import CompiledStep, Step
 from pipeline.errors import OptimizerMismatchError, SettingError
@@ -18,6 +19,7 @@ from pipeline.records import Scalar
 from pipeline.tensors import Lease, Tensors
 
 _MASTER = "master"
+_COUNT = "step"
 
 Moving = Mapping[str, Mapping[str, Any]]
 """By group, the entries that are set anew for each update."""
@@ -70,9 +72,17 @@ def _masters(params: Tensors, kept: Tensors) -> dict[str, Tensor]:
     masters: dict[str, Tensor] = {}
     for name, param in params.items():
         if param.is_floating_point() and torch.finfo(param.dtype).bits < 32:
-            master = kept[f"{name}/{_MASTER}"] if f"{name}/{_MASTER}" in kept else param.detach().float()
+            key = f"{name}/{_MASTER}"
+            master = kept[key].to(param.device) if key in kept else param.detach().float()
             masters[name] = master.requires_grad_(param.requires_grad)
     return masters
+
+
+def _placed(entry: str, value: Any, param: Tensor, group: Mapping[str, Any]) -> Any:
+    """An entry of a parameter's state on the parameter's device; by torch's rule a step count only if need be."""
+    if entry == _COUNT and not (group.get("fused") or group.get("capturable")):
+        return value
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(param.device), value)
 
 
 class Running:
@@ -120,12 +130,14 @@ class Running:
     def _put(self, entries: Mapping[str, Any]) -> None:
         by_name = dict(zip(self.names, self._order, strict=True))
         groups = {f"group {g['name']}": g for g in self.optimizer.param_groups}
+        group_of = {id(param): group for group in self.optimizer.param_groups for param in group["params"]}
         for key, value in entries.items():
             owner, _, entry = key.rpartition("/")
             if entry == _MASTER:
                 continue
             if owner in by_name:
-                self.optimizer.state[by_name[owner]][entry] = value
+                param = by_name[owner]
+                self.optimizer.state[param][entry] = _placed(entry, value, param, group_of[id(param)])
             elif owner in groups:
                 groups[owner][entry] = value
 

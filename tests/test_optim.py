@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from pipeline import Forward, Frame, Group, MaybeStep, Optimizer, TrainState, apply, fold, init, supervised
+from pipeline import Forward, Frame, Group, MaybeStep, Optimizer, Tensors, TrainState, apply, fold, init, supervised
+from pipeline._running import Running
 from pipeline.errors import DuplicateNameError, OptimizerMismatchError, SettingError
 from pipeline.optim import layer_decay, no_decay
 from pipeline.records import OptimizerState
@@ -167,6 +168,23 @@ def test_lists_in_the_state_are_no_way_round_immutability() -> None:
     first, second = (apply(step, state, make_batches(3)[2])[0] for _ in range(2))
     assert_records_equal(first.params, second.params)
     assert len(state.optimizer.of("0.weight")["history"]) == 2
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_entries_from_the_host_go_to_the_device_of_their_parameters_and_step_counts_only_if_captured(
+    capturable: bool,
+) -> None:
+    there = Tensors({"w": torch.ones(2, device="meta"), "narrow": torch.ones(2, device="meta", dtype=torch.bfloat16)})
+    entries = Tensors({f"{name}/{key}": torch.zeros(2) for name in there for key in ("exp_avg", "step", "master")})
+    numbers = {"w/history": [torch.zeros(2), 1]}
+    rule = Optimizer(torch.optim.AdamW, lr=0.1, capturable=capturable, masters=True)
+    running = Running(rule, there, entries, numbers)
+    state = {name: running.optimizer.state[running.stepped[name]] for name in there}
+    count = "meta" if capturable else "cpu"
+    assert [str(own["exp_avg"].device) for own in state.values()] == ["meta", "meta"]
+    assert [str(own["step"].device) for own in state.values()] == [count, count]
+    assert str(state["w"]["history"][0].device) == "meta"
+    assert str(running.masters["narrow"].device) == "meta"
 
 
 def test_an_optimizer_that_finds_another_ones_entries_says_so() -> None:

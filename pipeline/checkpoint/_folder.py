@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pipeline.checkpoint._disk import check_regular, discard, flush, partial, remove, sha256
+from pipeline.checkpoint._disk import check_regular, flush, partial, put_in_place, remove, sha256
 from pipeline.checkpoint._manifest import (
     MANIFEST,
     STATE,
@@ -58,10 +58,7 @@ def write(folder: Path, written: Written) -> None:
         remove(unfinished)
         unfinished.mkdir(parents=True)
         _fill(unfinished, written)
-        if folder.is_dir():
-            discard(folder)
-        unfinished.rename(folder)
-        flush(folder.parent)
+        put_in_place(unfinished, folder)
     except (OSError, SafetensorError) as error:
         remove(unfinished)
         raise CheckpointError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -283,6 +284,42 @@ def test_a_store_that_is_held_already_is_held_by_the_same_once_more(tmp_path: Pa
             CheckpointStore(tmp_path).save(at(1))
     with CheckpointStore(tmp_path):
         pass
+
+
+def test_interrupted_while_it_waits_the_store_is_held_until_the_writer_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, may_go_on, flush = threading.Event(), threading.Event(), os.fsync
+
+    def slow(handle: int) -> None:
+        writing.set()
+        assert may_go_on.wait(60)
+        flush(handle)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", slow)
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    store = CheckpointStore(tmp_path, background=True)
+
+    def save() -> None:
+        with store:
+            store.save(at(1))
+            assert writing.wait(60)
+            signal.setitimer(signal.ITIMER_REAL, 0.05)  # while the block waits for the writer
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            save()
+        with pytest.raises(StoreInUseError):
+            CheckpointStore(tmp_path).save(at(2))
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+        may_go_on.set()
+    store.wait()
+    CheckpointStore(tmp_path).save(at(2))
+    assert micro_steps(store) == [1, 2]
 
 
 def _linger(running: Any, ended: Any) -> None:

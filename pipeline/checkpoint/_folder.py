@@ -33,7 +33,7 @@ from pipeline.checkpoint._manifest import (
 )
 from pipeline.errors import CheckpointError, DamagedCheckpointError
 
-__all__ = ["Written", "read", "verify", "write", "write_tensors"]
+__all__ = ["Written", "read", "snapshot", "verify", "write", "write_tensors"]
 
 _SHARD = 1 << 26  # bytes of tensors in one file: some are hashed while the next is written
 _HASHERS = 4  # files hashed at once
@@ -51,7 +51,8 @@ class Written:
 def write(folder: Path, written: Written) -> None:
     """Write the folder, whole or not at all; one that is there already makes room for it.
 
-    Raises: CheckpointError when the disk is full, cannot be written to, or fails; nothing is left behind then.
+    Raises: CheckpointError when the disk is full, cannot be written to, or fails, or there is something in it that has
+            no form there; nothing is left behind then.
     """
     unfinished = partial(folder)
     try:
@@ -59,14 +60,29 @@ def write(folder: Path, written: Written) -> None:
         unfinished.mkdir(parents=True)
         _fill(unfinished, written)
         put_in_place(unfinished, folder)
-    except (OSError, SafetensorError) as error:
+    except Exception as error:  # of the disk, or of a value or name that JSON or safetensors cannot write
         remove(unfinished)
-        raise CheckpointError(
-            f"the checkpoint {folder} could not be saved: {error}. Earlier ones are as they were."
-        ) from error
+        raise _not_saved(folder, error) from error
     except BaseException:
         remove(unfinished)
         raise
+
+
+def _not_saved(folder: Path, error: Exception) -> CheckpointError:
+    what = f"{type(error).__name__}: {error}"
+    return CheckpointError(f"the checkpoint {folder} could not be saved: {what}. Earlier ones are as they were.")
+
+
+def snapshot(folder: Path, written: Written) -> Written:
+    """What can be written to the folder later: with copies on the host, which leave an accelerator's memory alone.
+
+    Raises: CheckpointError where there is no room for them.
+    """
+    try:
+        copies = {name: tensor.to("cpu", copy=True) for name, tensor in written.tensors.items()}
+    except Exception as error:
+        raise _not_saved(folder, error) from error
+    return attrs.evolve(written, tensors=copies)
 
 
 def _fill(folder: Path, written: Written) -> None:

@@ -8,12 +8,10 @@ import warnings
 from pathlib import Path
 from typing import IO, Any, Literal, Self
 
-import attrs
-
 from pipeline._lock import let_go_in_children, lock
 from pipeline.checkpoint._aside import Aside
 from pipeline.checkpoint._disk import clear_away, discard
-from pipeline.checkpoint._folder import Written, read, verify, write
+from pipeline.checkpoint._folder import Written, read, snapshot, verify, write
 from pipeline.checkpoint.record import Checkpoint
 from pipeline.checkpoint.saved import Keeping, Saved
 from pipeline.errors import CheckpointError, DamagedCheckpointError, StoreInUseError
@@ -92,13 +90,12 @@ class CheckpointStore:
             raise failed
 
     def _write_aside(self, path: Path, written: Written) -> None:
-        """Write in a thread, from copies on the host, which leave an accelerator's memory alone."""
-        copies = {name: tensor.to("cpu", copy=True) for name, tensor in written.tensors.items()}
-        snapshot = attrs.evolve(written, tensors=copies)
+        """Write in a thread, from copies."""
+        copied = snapshot(path, written)
 
         def work() -> None:
             try:
-                self._write(path, snapshot)
+                self._write(path, copied)
             finally:
                 if not self._holders:  # whoever held the store was interrupted while waiting
                     self._let_go()

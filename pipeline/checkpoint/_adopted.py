@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pipeline.checkpoint._copies import Copies
 from pipeline.errors import StateMismatchError
 from pipeline.records import OptimizerState, TrainState
 from pipeline.tensors import Tensors
@@ -29,25 +30,25 @@ def adopted(template: TrainState, loaded: TrainState) -> TrainState:
             changed then.
     """
     check_names(template, loaded)
-    places = {**template.params, **template.buffers}
-    params = _written(template.params, loaded.params)
-    buffers = _written(template.buffers, loaded.buffers)
-    rest = _moved(attrs.evolve(loaded, params=Tensors(), buffers=Tensors()), places)
+    places, copies = {**template.params, **template.buffers}, Copies()
+    params = _written(template.params, loaded.params, copies)
+    buffers = _written(template.buffers, loaded.buffers, copies)
+    rest = _moved(attrs.evolve(loaded, params=Tensors(), buffers=Tensors()), places, copies)
+    copies.make()
     return attrs.evolve(rest.owned() if template.params.is_owned else rest, params=params, buffers=buffers)
 
 
-def _written(place: Tensors, values: Tensors) -> Tensors:
+def _written(place: Tensors, values: Tensors, copies: Copies) -> Tensors:
     """The values under the names, and in the order, of `place`: in its very tensors where it owns them."""
     if not place.is_owned:
-        return place.replace([_copied(values[name], tensor.device) for name, tensor in place.items()])
-    with torch.no_grad():
-        for name, tensor in place.items():
-            tensor.copy_(values[name])
-            tensor.requires_grad_(values[name].requires_grad)
+        return place.replace([copies.of(values[name], tensor.device) for name, tensor in place.items()])
+    for name, tensor in place.items():
+        copies.into(tensor, values[name])
+        tensor.requires_grad_(values[name].requires_grad)
     return place
 
 
-def _moved(tree: Any, places: Mapping[str, Tensor]) -> Any:
+def _moved(tree: Any, places: Mapping[str, Tensor], copies: Copies) -> Any:
     """The tree in copies, so that nothing hangs on a file, where the parameters lie.
 
     What is there by the names of `places` comes in their order and on their devices, the rest on the first one's. The
@@ -56,20 +57,20 @@ def _moved(tree: Any, places: Mapping[str, Tensor]) -> Any:
     order = {name: i for i, name in enumerate(places)}
     first = next((tensor.device for tensor in places.values()), torch.device("cpu"))
 
+    def kept(tensor: Tensor) -> Tensor:
+        return copies.of(tensor, tensor.device)
+
     def moved(leaf: Any) -> Any:
         if isinstance(leaf, OptimizerState):
-            return leaf.copy()
+            tensors = Tensors({name: kept(tensor) for name, tensor in leaf.tensors.items()})
+            return OptimizerState(tensors, pytree.tree_map_only(Tensor, kept, dict(leaf.numbers)))
         if isinstance(leaf, Tensors):
             names = sorted(leaf, key=order.__getitem__) if leaf.index.keys() <= order.keys() else list(leaf)
             devices = [places[name].device if name in places else first for name in names]
-            return Tensors({name: _copied(leaf[name], device) for name, device in zip(names, devices, strict=True)})
-        return _copied(leaf, first) if isinstance(leaf, Tensor) else leaf
+            return Tensors({name: copies.of(leaf[name], device) for name, device in zip(names, devices, strict=True)})
+        return copies.of(leaf, first) if isinstance(leaf, Tensor) else leaf
 
     return pytree.tree_map(moved, tree, is_leaf=lambda node: isinstance(node, (OptimizerState, Tensors)))
-
-
-def _copied(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
 
 
 def check_names(template: TrainState, loaded: TrainState) -> None:

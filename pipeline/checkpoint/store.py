@@ -14,10 +14,11 @@ from pipeline.checkpoint._disk import clear_away, discard
 from pipeline.checkpoint._folder import Written, read, snapshot, verify, write
 from pipeline.checkpoint.record import Checkpoint
 from pipeline.checkpoint.saved import Keeping, Saved
-from pipeline.errors import CheckpointError, DamagedCheckpointError, StoreInUseError
+from pipeline.errors import CheckpointError, DamagedCheckpointError, SettingError, StoreInUseError
 
 __all__ = ["CheckpointStore", "CheckpointWarning", "load_checkpoint"]
 
+_CHECKPOINTS = "checkpoints"
 _NAME = re.compile(r"([0-9]{10,})([es]?)")
 
 
@@ -49,8 +50,10 @@ class CheckpointStore:
         keep_every: int | None = None,
         background: bool = False,
     ) -> None:
+        if not isinstance(folder, (str, Path)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise SettingError("CheckpointStore(folder)", "a path", folder)
         self.folder = Path(folder)
-        self.path = self.folder / "checkpoints"
+        self.path = self.folder / _CHECKPOINTS
         self.keeping = Keeping(keep_last, best, keep_best, mode, keep_every)
         self.background = background
         self._lock: IO[Any] | None = None
@@ -248,6 +251,10 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
     Raises: CheckpointError where there is none, DamagedCheckpointError, CheckpointFormatError.
     """
     path = Path(path)
+    run = path.parent if path.name == _CHECKPOINTS else path
+    if (run / _CHECKPOINTS).is_dir():
+        cure = f"`CheckpointStore({str(run)!r}).latest()` is the newest of its checkpoints."
+        raise CheckpointError(f"{path} is the folder of a run and not of one checkpoint. {cure}")
     written = read(path)
     try:
         return Checkpoint.put_together(written)

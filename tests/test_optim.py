@@ -197,6 +197,50 @@ def test_an_optimizer_that_finds_another_ones_entries_says_so() -> None:
     assert fold(second, anew, make_batches(2)).state.progress.updates == 4
 
 
+ADAMW, SGD = (torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9})
+AMSGRAD, ADAGRAD = (torch.optim.AdamW, {"amsgrad": True}), (torch.optim.Adagrad, {})
+OTHERS = {"momentum": (ADAMW, SGD), "AdamW": (SGD, ADAMW), "amsgrad": (ADAMW, AMSGRAD), "Adagrad": (ADAMW, ADAGRAD)}
+
+
+@pytest.mark.parametrize(("one", "other"), OTHERS.values(), ids=OTHERS)
+def test_before_it_changes_anything_an_optimizer_misses_what_another_did_not_keep(one: Any, other: Any) -> None:
+    model = make_model("mlp")
+    first, second = (make_step(model, 1, Optimizer(cls, lr=0.1, **settings)) for cls, settings in (one, other))
+    state = fold(first, init(first, model), make_batches(2)).state
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(OptimizerMismatchError, match=f"{other[0].__name__} finds no"):
+        fold(second, state, make_batches(2))
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+class Noisy(torch.optim.SGD):
+    """Draws in its step."""
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().step(closure)
+        with torch.no_grad():
+            for param in self.param_groups[0]["params"]:
+                param.add_(torch.rand_like(param), alpha=0.01)
+
+
+def test_what_an_optimizer_draws_is_the_same_for_entries_that_were_read() -> None:
+    model = make_model("mlp")
+    step = make_step(model, 1, Optimizer(Noisy, lr=0.1, momentum=0.9))
+    straight = fold(step, init(step, model), make_batches(2)).state
+    step = make_step(model := make_model("mlp"), 1, Optimizer(Noisy, lr=0.1, momentum=0.9))
+    first = fold(step, init(step, model), make_batches(1)).state
+    again = fold(step, first.copy(), make_batches(2)[1:]).state
+    assert_records_equal(again.params, straight.params)
+
+
+def test_a_momentum_that_has_ended_is_no_mismatch_nor_one_that_begins() -> None:
+    model = make_model("mlp")
+    for moving in (lambda n: 0.9 if n < 2 else 0.0, lambda n: 0.0 if n < 2 else 0.9):
+        step = make_step(model, 1, Optimizer(torch.optim.SGD, lr=0.1, momentum=moving))
+        state = fold(step, init(step, model), make_batches(2)).state
+        assert fold(step, state.copy(), make_batches(3)).state.progress.updates == 5
+
+
 def test_a_key_error_of_the_optimizers_own_is_left_as_it_is() -> None:
     class Broken(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pipeline.checkpoint._copies import Copies
 from pipeline.errors import StateMismatchError
 from pipeline.records import OptimizerState, TrainState
 from pipeline.tensors import Tensors
@@ -30,25 +29,25 @@ def adopted(template: TrainState, loaded: TrainState) -> TrainState:
             changed then.
     """
     check_names(template, loaded)
-    places, copies = {**template.params, **template.buffers}, Copies()
-    params = _written(template.params, loaded.params, copies)
-    buffers = _written(template.buffers, loaded.buffers, copies)
-    rest = _moved(attrs.evolve(loaded, params=Tensors(), buffers=Tensors()), places, copies)
-    copies.make()
+    places = {**template.params, **template.buffers}
+    params = _written(template.params, loaded.params)
+    buffers = _written(template.buffers, loaded.buffers)
+    rest = _moved(attrs.evolve(loaded, params=Tensors(), buffers=Tensors()), places)
     return attrs.evolve(rest.owned() if template.params.is_owned else rest, params=params, buffers=buffers)
 
 
-def _written(place: Tensors, values: Tensors, copies: Copies) -> Tensors:
+def _written(place: Tensors, values: Tensors) -> Tensors:
     """The values under the names, and in the order, of `place`: in its very tensors where it owns them."""
     if not place.is_owned:
-        return place.replace([copies.of(values[name], tensor.device) for name, tensor in place.items()])
-    for name, tensor in place.items():
-        copies.into(tensor, values[name])
-        tensor.requires_grad_(values[name].requires_grad)
+        return place.replace([_copied(values[name], tensor.device) for name, tensor in place.items()])
+    with torch.no_grad():
+        for name, tensor in place.items():
+            tensor.copy_(values[name])
+            tensor.requires_grad_(values[name].requires_grad)
     return place
 
 
-def _moved(tree: Any, places: Mapping[str, Tensor], copies: Copies) -> Any:
+def _moved(tree: Any, places: Mapping[str, Tensor]) -> Any:
     """The tree in copies, so that nothing hangs on a file, where the parameters lie.
 
     What is there by the names of `places` comes in their order and on their devices, the rest on the first one's. The
@@ -57,20 +56,20 @@ def _moved(tree: Any, places: Mapping[str, Tensor], copies: Copies) -> Any:
     order = {name: i for i, name in enumerate(places)}
     first = next((tensor.device for tensor in places.values()), torch.device("cpu"))
 
-    def kept(tensor: Tensor) -> Tensor:
-        return copies.of(tensor, tensor.device)
-
     def moved(leaf: Any) -> Any:
         if isinstance(leaf, OptimizerState):
-            tensors = Tensors({name: kept(tensor) for name, tensor in leaf.tensors.items()})
-            return OptimizerState(tensors, pytree.tree_map_only(Tensor, kept, dict(leaf.numbers)))
+            return leaf.copy()
         if isinstance(leaf, Tensors):
             names = sorted(leaf, key=order.__getitem__) if leaf.index.keys() <= order.keys() else list(leaf)
             devices = [places[name].device if name in places else first for name in names]
-            return Tensors({name: copies.of(leaf[name], device) for name, device in zip(names, devices, strict=True)})
-        return copies.of(leaf, first) if isinstance(leaf, Tensor) else leaf
+            return Tensors({name: _copied(leaf[name], device) for name, device in zip(names, devices, strict=True)})
+        return _copied(leaf, first) if isinstance(leaf, Tensor) else leaf
 
     return pytree.tree_map(moved, tree, is_leaf=lambda node: isinstance(node, (OptimizerState, Tensors)))
+
+
+def _copied(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
 
 
 def check_names(template: TrainState, loaded: TrainState) -> None:

@@ -37,10 +37,11 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def _run(asked: argparse.Namespace) -> None:
     report: Any = import_module("pipeline.checkpoint._report")  # only now: it imports torch, which takes seconds
+    run = asked.folder.parent if asked.folder.name == "checkpoints" else asked.folder
     if asked.against is not None:
         lines = report.compared(asked.folder, asked.against)
-    elif report.is_run(asked.folder):
-        lines = report.listed(asked.folder, verified=asked.verify)
+    elif report.is_run(run):
+        lines = report.listed(run, verified=asked.verify)
     else:
         lines = report.shown(asked.folder)  # which verifies it
     for line in lines:

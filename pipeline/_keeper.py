@@ -47,10 +47,12 @@ def store_for(given: CheckpointStore | str | Path | None, monitors: Iterable[Mon
 def to_go_on_from(store: CheckpointStore | None, resume: str | Path | None) -> tuple[Path, Checkpoint] | None:
     """The checkpoint that `resume` means, and where it lies; None for a run that begins."""
     if resume is None:
-        if store is not None and store.list():
+        if store is not None and store.folders():
             cure = 'Say "latest" to go on, the first time too, or give the run a folder of its own.'
             raise SettingError("fold(resume)", f"said, since {store.path} has checkpoints", resume, cure)
         return None
+    if not isinstance(resume, (str, Path)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise SettingError("fold(resume)", '"latest", "best", a checkpoint\'s path, or None', resume)
     if store is None:
         if resume in ("latest", "best"):
             expected = "a checkpoint's path where there is no store"

@@ -11,13 +11,16 @@ from torch.optim.optimizer import (
     _global_optimizer_post_hooks,  # pyright: ignore[reportPrivateUsage]
     _global_optimizer_pre_hooks,  # pyright: ignore[reportPrivateUsage]
 )
+from torch.utils import _pytree as pytree
 
 from pipeline._compiled_step import CompiledStep, Step
+from pipeline._twins import missing_entry
 from pipeline.errors import OptimizerMismatchError, SettingError
 from pipeline.records import Scalar
 from pipeline.tensors import Lease, Tensors
 
 _MASTER = "master"
+_COUNT = "step"
 
 Moving = Mapping[str, Mapping[str, Any]]
 """By group, the entries that are set anew for each update."""
@@ -70,9 +73,27 @@ def _masters(params: Tensors, kept: Tensors) -> dict[str, Tensor]:
     masters: dict[str, Tensor] = {}
     for name, param in params.items():
         if param.is_floating_point() and torch.finfo(param.dtype).bits < 32:
-            master = kept[f"{name}/{_MASTER}"] if f"{name}/{_MASTER}" in kept else param.detach().float()
+            key = f"{name}/{_MASTER}"
+            master = kept[key].to(param.device) if key in kept else param.detach().float()
             masters[name] = master.requires_grad_(param.requires_grad)
     return masters
+
+
+def _by_owner(entries: Iterable[str]) -> dict[str, set[str]]:
+    """The keys of each parameter's entries, without the master, which is not the optimizer's."""
+    found: dict[str, set[str]] = {}
+    for name in entries:
+        owner, _, key = name.rpartition("/")
+        if key != _MASTER:
+            found.setdefault(owner, set()).add(key)
+    return found
+
+
+def _placed(entry: str, value: Any, param: Tensor, group: Mapping[str, Any]) -> Any:
+    """An entry of a parameter's state on the parameter's device; by torch's rule a step count only if need be."""
+    if entry == _COUNT and not (group.get("fused") or group.get("capturable")):
+        return value
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(param.device), value)
 
 
 class Running:
@@ -102,7 +123,7 @@ class Running:
         self._bare = _bare_step(self.optimizer)
         self.compiled = (compiled or self._compile(rule.compiled)) if rule.compiled else None
         self._built = [dict(group) for group in self.optimizer.param_groups]
-        self._foreign = bool(tensors)  # entries that another run of some optimizer made
+        self._foreign = _by_owner([*tensors, *numbers])  # what another run of some optimizer kept
         self._put({**tensors, **numbers})
 
     def serves(self, rule: Rule, params: Tensors) -> bool:
@@ -120,12 +141,14 @@ class Running:
     def _put(self, entries: Mapping[str, Any]) -> None:
         by_name = dict(zip(self.names, self._order, strict=True))
         groups = {f"group {g['name']}": g for g in self.optimizer.param_groups}
+        group_of = {id(param): group for group in self.optimizer.param_groups for param in group["params"]}
         for key, value in entries.items():
             owner, _, entry = key.rpartition("/")
             if entry == _MASTER:
                 continue
             if owner in by_name:
-                self.optimizer.state[by_name[owner]][entry] = value
+                param = by_name[owner]
+                self.optimizer.state[param][entry] = _placed(entry, value, param, group_of[id(param)])
             elif owner in groups:
                 groups[owner][entry] = value
 
@@ -153,17 +176,28 @@ class Running:
         self._scale(flat, factor, bool(narrow))
         for param, grad in narrow:  # sums are wider than the parameter: normalised first, rounded once
             param.grad = grad.to(param.dtype)
-        try:
-            self._step(first)
-        except KeyError as error:
-            if not self._foreign:
-                raise
-            raise OptimizerMismatchError(self.rule.cls.__name__, str(error.args[0])) from error
-        self._foreign = False
+        if self._foreign:
+            self._check_entries()
+            self._foreign = {}
+        self._step(first)
         for param in self.stepped.flat:
             param.grad = None
         for name in mastered:
             self._round_back(name, params[name])
+
+    def _check_entries(self) -> None:
+        """Raise OptimizerMismatchError, before anything is changed, where another class made the entries."""
+
+        def step(twins: torch.optim.Optimizer) -> None:
+            bare = _bare_step(twins)
+            if bare is None:
+                twins.step()
+            else:
+                bare(twins)
+
+        missing = missing_entry(self._foreign, self.stepped, self.rule.build, step)
+        if missing is not None:
+            raise OptimizerMismatchError(self.rule.cls.__name__, missing)
 
     def _step(self, first: bool) -> None:
         hooked = _global_hooks()

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from pipeline import Forward, Frame, Group, MaybeStep, Optimizer, TrainState, apply, fold, init, supervised
+from pipeline import Forward, Frame, Group, MaybeStep, Optimizer, Tensors, TrainState, apply, fold, init, supervised
+from pipeline._running import Running
 from pipeline.errors import DuplicateNameError, OptimizerMismatchError, SettingError
 from pipeline.optim import layer_decay, no_decay
 from pipeline.records import OptimizerState
@@ -169,6 +170,23 @@ def test_lists_in_the_state_are_no_way_round_immutability() -> None:
     assert len(state.optimizer.of("0.weight")["history"]) == 2
 
 
+@pytest.mark.parametrize("capturable", [False, True])
+def test_entries_from_the_host_go_to_the_device_of_their_parameters_and_step_counts_only_if_captured(
+    capturable: bool,
+) -> None:
+    there = Tensors({"w": torch.ones(2, device="meta"), "narrow": torch.ones(2, device="meta", dtype=torch.bfloat16)})
+    entries = Tensors({f"{name}/{key}": torch.zeros(2) for name in there for key in ("exp_avg", "step", "master")})
+    numbers = {"w/history": [torch.zeros(2), 1]}
+    rule = Optimizer(torch.optim.AdamW, lr=0.1, capturable=capturable, masters=True)
+    running = Running(rule, there, entries, numbers)
+    state = {name: running.optimizer.state[running.stepped[name]] for name in there}
+    count = "meta" if capturable else "cpu"
+    assert [str(own["exp_avg"].device) for own in state.values()] == ["meta", "meta"]
+    assert [str(own["step"].device) for own in state.values()] == [count, count]
+    assert str(state["w"]["history"][0].device) == "meta"
+    assert str(running.masters["narrow"].device) == "meta"
+
+
 def test_an_optimizer_that_finds_another_ones_entries_says_so() -> None:
     model = make_model("mlp")
     first, second = (make_step(model, 1, Optimizer(cls, lr=0.1)) for cls in (torch.optim.Adagrad, torch.optim.AdamW))
@@ -177,6 +195,50 @@ def test_an_optimizer_that_finds_another_ones_entries_says_so() -> None:
         fold(second, state.copy(), make_batches(2))
     anew = attrs.evolve(state.copy(), optimizer=OptimizerState())
     assert fold(second, anew, make_batches(2)).state.progress.updates == 4
+
+
+ADAMW, SGD = (torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9})
+AMSGRAD, ADAGRAD = (torch.optim.AdamW, {"amsgrad": True}), (torch.optim.Adagrad, {})
+OTHERS = {"momentum": (ADAMW, SGD), "AdamW": (SGD, ADAMW), "amsgrad": (ADAMW, AMSGRAD), "Adagrad": (ADAMW, ADAGRAD)}
+
+
+@pytest.mark.parametrize(("one", "other"), OTHERS.values(), ids=OTHERS)
+def test_before_it_changes_anything_an_optimizer_misses_what_another_did_not_keep(one: Any, other: Any) -> None:
+    model = make_model("mlp")
+    first, second = (make_step(model, 1, Optimizer(cls, lr=0.1, **settings)) for cls, settings in (one, other))
+    state = fold(first, init(first, model), make_batches(2)).state
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(OptimizerMismatchError, match=f"{other[0].__name__} finds no"):
+        fold(second, state, make_batches(2))
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+class Noisy(torch.optim.SGD):
+    """Draws in its step."""
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().step(closure)
+        with torch.no_grad():
+            for param in self.param_groups[0]["params"]:
+                param.add_(torch.rand_like(param), alpha=0.01)
+
+
+def test_what_an_optimizer_draws_is_the_same_for_entries_that_were_read() -> None:
+    model = make_model("mlp")
+    step = make_step(model, 1, Optimizer(Noisy, lr=0.1, momentum=0.9))
+    straight = fold(step, init(step, model), make_batches(2)).state
+    step = make_step(model := make_model("mlp"), 1, Optimizer(Noisy, lr=0.1, momentum=0.9))
+    first = fold(step, init(step, model), make_batches(1)).state
+    again = fold(step, first.copy(), make_batches(2)[1:]).state
+    assert_records_equal(again.params, straight.params)
+
+
+def test_a_momentum_that_has_ended_is_no_mismatch_nor_one_that_begins() -> None:
+    model = make_model("mlp")
+    for moving in (lambda n: 0.9 if n < 2 else 0.0, lambda n: 0.0 if n < 2 else 0.9):
+        step = make_step(model, 1, Optimizer(torch.optim.SGD, lr=0.1, momentum=moving))
+        state = fold(step, init(step, model), make_batches(2)).state
+        assert fold(step, state.copy(), make_batches(3)).state.progress.updates == 5
 
 
 def test_a_key_error_of_the_optimizers_own_is_left_as_it_is() -> None:

@@ -77,12 +77,17 @@ def check_names(template: TrainState, loaded: TrainState) -> None:
     problems = Problems()
     problems.compare(template.params, loaded.params)
     problems.compare(template.buffers, loaded.buffers)
+    problems.compare(_scaled(template), _scaled(loaded))
     problems.compare(dict.fromkeys(template.slots), dict.fromkeys(loaded.slots), "slot ")
     for name, slot in template.slots.items():
         if isinstance(slot, Tensors):  # others are their transforms' own, and may grow
             other = loaded.slots.get(name)
             problems.compare(slot, other if isinstance(other, Tensors) else {}, f"slot {name}/")
     problems.raise_for("this model and step", _CURE)
+
+
+def _scaled(state: TrainState) -> dict[str, None]:
+    return {} if state.loss_scale is None else {"loss scale": None}
 
 
 @attrs.define

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pipeline.checkpoint._disk import check_regular, discard, flush, partial, remove, sha256
+from pipeline.checkpoint._disk import check_regular, flush, partial, put_in_place, remove, sha256
 from pipeline.checkpoint._manifest import (
     MANIFEST,
     STATE,
@@ -33,7 +33,7 @@ from pipeline.checkpoint._manifest import (
 )
 from pipeline.errors import CheckpointError, DamagedCheckpointError
 
-__all__ = ["Written", "read", "verify", "write", "write_tensors"]
+__all__ = ["Written", "read", "snapshot", "verify", "write", "write_tensors"]
 
 _SHARD = 1 << 26  # bytes of tensors in one file: some are hashed while the next is written
 _HASHERS = 4  # files hashed at once
@@ -51,25 +51,38 @@ class Written:
 def write(folder: Path, written: Written) -> None:
     """Write the folder, whole or not at all; one that is there already makes room for it.
 
-    Raises: CheckpointError when the disk is full, cannot be written to, or fails; nothing is left behind then.
+    Raises: CheckpointError when the disk is full, cannot be written to, or fails, or there is something in it that has
+            no form there; nothing is left behind then.
     """
     unfinished = partial(folder)
     try:
         remove(unfinished)
         unfinished.mkdir(parents=True)
         _fill(unfinished, written)
-        if folder.is_dir():
-            discard(folder)
-        unfinished.rename(folder)
-        flush(folder.parent)
-    except (OSError, SafetensorError) as error:
+        put_in_place(unfinished, folder)
+    except Exception as error:  # of the disk, or of a value or name that JSON or safetensors cannot write
         remove(unfinished)
-        raise CheckpointError(
-            f"the checkpoint {folder} could not be saved: {error}. Earlier ones are as they were."
-        ) from error
+        raise _not_saved(folder, error) from error
     except BaseException:
         remove(unfinished)
         raise
+
+
+def _not_saved(folder: Path, error: Exception) -> CheckpointError:
+    what = f"{type(error).__name__}: {error}"
+    return CheckpointError(f"the checkpoint {folder} could not be saved: {what}. Earlier ones are as they were.")
+
+
+def snapshot(folder: Path, written: Written) -> Written:
+    """What can be written to the folder later: with copies on the host, which leave an accelerator's memory alone.
+
+    Raises: CheckpointError where there is no room for them.
+    """
+    try:
+        copies = {name: tensor.to("cpu", copy=True) for name, tensor in written.tensors.items()}
+    except Exception as error:
+        raise _not_saved(folder, error) from error
+    return attrs.evolve(written, tensors=copies)
 
 
 def _fill(folder: Path, written: Written) -> None:

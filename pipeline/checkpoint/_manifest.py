@@ -25,7 +25,7 @@ __all__ = ["FORMAT", "MANIFEST", "STATE", "Head", "Manifest", "Sealed", "is_tens
 
 FORMAT = 1
 MANIFEST, STATE = "manifest.json", "state.json"
-_TENSORS = re.compile(r"tensors-\d{5,}\.safetensors")
+_TENSORS = re.compile(r"tensors-[0-9]{5,}\.safetensors")
 
 
 def tensors_name(number: int) -> str:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from functools import lru_cache
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 import attrs
 import torch
@@ -54,10 +54,17 @@ def taken_apart(value: Any, name: str, shelf: Shelf) -> Any:
     if type(value).__name__ in _RECORDS and type(value) is _RECORDS[type(value).__name__]:
         fields = {field.name: getattr(value, field.name) for field in attrs.fields(type(value))}
         return {_KIND: type(value).__name__, "items": _items_apart(fields, name, shelf)}
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):  # pyright: ignore[reportUnknownVariableType]
-        return {_KIND: "dict", "items": _items_apart(value, name, shelf)}  # pyright: ignore[reportUnknownArgumentType]
+    if _is_plain(value):
+        return {_KIND: "dict", "items": _items_apart(value, name, shelf)}
     cure = "Keep numbers, strings and tensors, in tuples, lists and dicts with names for keys."
     raise CheckpointError(f"{name or 'the state'} has no form in a checkpoint: it is a {type(value).__name__}. {cure}")
+
+
+def _is_plain(value: Any) -> TypeGuard[Mapping[str, Any]]:
+    """Whether a dict of names can stand for it: that of a `Counter` would not make up what is missing."""
+    if not isinstance(value, Mapping) or hasattr(type(value), "__missing__"):  # pyright: ignore[reportUnknownArgumentType]
+        return False
+    return all(isinstance(key, str) for key in value)  # pyright: ignore[reportUnknownVariableType]
 
 
 def _items_apart(items: Mapping[str, Any], name: str, shelf: Shelf) -> dict[str, Any]:
@@ -76,11 +83,14 @@ def _tensor_apart(tensor: Tensor, name: str, shelf: Shelf) -> dict[str, Any]:
             "shape": list(tensor.shape),
             "coalesced": whole,
         }
-    if tensor.layout is not torch.strided or tensor.is_quantized:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
+        marks = ["quantized"] * tensor.is_quantized + ["nested"] * tensor.is_nested + ["meta"] * tensor.is_meta
+        kind = ", ".join(marks or [f"layout {tensor.layout}"])
         cure = "Keep dense or sparse COO tensors."
-        raise CheckpointError(f"{name} has no form in a checkpoint: a tensor of layout {tensor.layout}. {cure}")
+        raise CheckpointError(f"{name} has no form in a checkpoint: a tensor of another kind ({kind}). {cure}")
     if tensor.is_complex():
-        return {_KIND: "complex", "parts": _tensor_apart(torch.view_as_real(tensor), name, shelf)}
+        parts = torch.view_as_real(tensor.resolve_conj())
+        return {_KIND: "complex", "parts": _tensor_apart(parts, name, shelf)}
     if name in shelf:
         raise CheckpointError(f"two tensors of the state would be called {name!r}: rename one of them")
     shelf[name] = tensor

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint._folder import read, verify
+from pipeline.checkpoint._folder import Written, read, verify
 from pipeline.checkpoint._manifest import Head
 from pipeline.checkpoint.saved import Saved
 from pipeline.checkpoint.store import CheckpointStore
@@ -75,7 +76,11 @@ def shown(path: Path) -> Iterator[str]:
 
     Raises: CheckpointError where it cannot be read.
     """
-    written = read(path)
+    with _readable(path):
+        yield from _inside_of(path, read(path))
+
+
+def _inside_of(path: Path, written: Written) -> Iterator[str]:
     head, form = written.head, written.state
     yield f"{path}: update {head.update:,}, micro-step {head.micro_step:,}, epoch {head.epoch:,}"
     yield f"saved {_time(head.time)} for {', '.join(head.reasons) or 'no reason given'}, by run {head.run or '-'}"
@@ -101,10 +106,15 @@ def compared(one: Path, other: Path) -> Iterator[str]:
 
     Raises: CheckpointError where one of them cannot be read.
     """
-    before, after = read(one), read(other)
-    yield f"{one}"
-    yield f"{other}"
-    yield ""
+    with _readable(one, other):
+        before, after = read(one), read(other)
+        yield f"{one}"
+        yield f"{other}"
+        yield ""
+        yield from _apart(before, after)
+
+
+def _apart(before: Written, after: Written) -> Iterator[str]:
     ours, theirs = dict(_leaves(before.state)), dict(_leaves(after.state))
     for name in [*ours, *(name for name in theirs if name not in ours)]:
         if name not in ours or name not in theirs or ours[name] != theirs[name]:
@@ -116,6 +126,17 @@ def compared(one: Path, other: Path) -> Iterator[str]:
     yield f"{_counted(len(names) - len(differing), 'tensor')} equal, {len(differing):,} not"
     margin = max(map(len, differing), default=0) + 2
     yield from (f"  {name:<{margin}}{difference}" for name, difference in differing.items())
+
+
+@contextmanager
+def _readable(*paths: Path) -> Generator[None]:
+    """One error for whatever comes of files that somebody else has written."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{' or '.join(map(str, paths))} holds what cannot be read: {error!r}") from error
 
 
 def _leaves(form: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -179,7 +200,10 @@ def _pairs(head: Head) -> str:
 
 
 def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).isoformat(" ", "seconds")
+    try:
+        return datetime.fromtimestamp(seconds).isoformat(" ", "seconds")
+    except (OSError, OverflowError, ValueError):  # of no year that there is
+        return f"{seconds:g} s"
 
 
 def _bytes(size: float) -> str:

@@ -59,19 +59,10 @@ class Checkpoint:
         Raises: CheckpointError for what has no form there.
         """
         shelf: dict[str, Tensor] = {}
-        encode = EventJson().encode
-        form: dict[str, Any] = {
-            "state": taken_apart(self.state, "", shelf),
-            "place": _CONVERTER.unstructure(self.place),
-            "stream": taken_apart(self.stream, "stream", shelf),
-            "accumulators": {
-                name: taken_apart(value, f"monitor {name!r}", shelf) for name, value in self.accumulators.items()
-            },
-            "told": self.told,
-            "pending": [encode(event) for event in self.pending],
-            "under_way": self.under_way,
-            "is_told_of": self.is_told_of,
-        }
+        try:
+            form = self._form(shelf)
+        except RecursionError as error:
+            raise CheckpointError("what a monitor or a slot keeps is nested too deeply, or holds itself") from error
         progress = self.state.progress
         head = Head(
             progress.micro_steps,
@@ -84,6 +75,22 @@ class Checkpoint:
             _versions(),
         )
         return Written(shelf, form, head)
+
+    def _form(self, shelf: dict[str, Tensor]) -> dict[str, Any]:
+        """All but the head as plain JSON, its tensors on the shelf."""
+        encode = EventJson().encode
+        return {
+            "state": taken_apart(self.state, "", shelf),
+            "place": _CONVERTER.unstructure(self.place),
+            "stream": taken_apart(self.stream, "stream", shelf),
+            "accumulators": {
+                name: taken_apart(value, f"monitor {name!r}", shelf) for name, value in self.accumulators.items()
+            },
+            "told": self.told,
+            "pending": [encode(event) for event in self.pending],
+            "under_way": self.under_way,
+            "is_told_of": self.is_told_of,
+        }
 
     @classmethod
     def put_together(cls, written: Written) -> Checkpoint:

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 import warnings
 from pathlib import Path
 from typing import IO, Any, Literal, Self
 
-import attrs
-
 from pipeline._lock import let_go_in_children, lock
-from pipeline.checkpoint._disk import discard, remove
-from pipeline.checkpoint._folder import Written, read, verify, write
+from pipeline.checkpoint._aside import Aside
+from pipeline.checkpoint._disk import clear_away, discard
+from pipeline.checkpoint._folder import Written, read, snapshot, verify, write
 from pipeline.checkpoint.record import Checkpoint
 from pipeline.checkpoint.saved import Keeping, Saved
-from pipeline.errors import CheckpointError, DamagedCheckpointError, StoreInUseError
+from pipeline.errors import CheckpointError, DamagedCheckpointError, SettingError, StoreInUseError
 
 __all__ = ["CheckpointStore", "CheckpointWarning", "load_checkpoint"]
 
-_NAME = re.compile(r"(\d{10,})([es]?)")
-_LEFT_OVER = re.compile(r"\.\d{10,}[es]?\.(partial|deleted)")
+_CHECKPOINTS = "checkpoints"
+_NAME = re.compile(r"([0-9]{10,})([es]?)")
 
 
 class CheckpointWarning(UserWarning):
@@ -52,14 +50,15 @@ class CheckpointStore:
         keep_every: int | None = None,
         background: bool = False,
     ) -> None:
+        if not isinstance(folder, (str, Path)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise SettingError("CheckpointStore(folder)", "a path", folder)
         self.folder = Path(folder)
-        self.path = self.folder / "checkpoints"
+        self.path = self.folder / _CHECKPOINTS
         self.keeping = Keeping(keep_last, best, keep_best, mode, keep_every)
         self.background = background
         self._lock: IO[Any] | None = None
         self._holders = 0
-        self._at_work: threading.Thread | None = None
-        self._failed: BaseException | None = None
+        self._at_work: Aside | None = None
         let_go_in_children(self._forget)
 
     # -- saving -------------------------------------------------------------------------------------------------
@@ -88,26 +87,23 @@ class CheckpointStore:
 
         Raises: CheckpointError if what was being written could not be.
         """
-        thread, self._at_work = self._at_work, None
-        if thread is not None:
-            thread.join()
-        failed, self._failed = self._failed, None
+        failed = None if self._at_work is None else self._at_work.wait()
+        self._at_work = None
         if failed is not None:
             raise failed
 
     def _write_aside(self, path: Path, written: Written) -> None:
-        """Write in a thread, from copies on the host, which leave an accelerator's memory alone."""
-        copies = {name: tensor.to("cpu", copy=True) for name, tensor in written.tensors.items()}
-        snapshot = attrs.evolve(written, tensors=copies)
+        """Write in a thread, from copies."""
+        copied = snapshot(path, written)
 
         def work() -> None:
             try:
-                self._write(path, snapshot)
-            except BaseException as error:
-                self._failed = error
+                self._write(path, copied)
+            finally:
+                if not self._holders:  # whoever held the store was interrupted while waiting
+                    self._let_go()
 
-        self._at_work = threading.Thread(target=work, name="checkpoint")
-        self._at_work.start()
+        self._at_work = Aside(work, "checkpoint")
 
     def _write(self, path: Path, written: Written) -> None:
         """Write it, then delete what it replaces: of this run, and no newer, as one is that was damaged."""
@@ -207,13 +203,15 @@ class CheckpointStore:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             held = lock(self.path / ".lock")
-            if held is None:
-                raise StoreInUseError(str(self.path))
-            for path in self.path.iterdir():
-                if _LEFT_OVER.fullmatch(path.name):
-                    remove(path)
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be saved to: {error}.") from error
+        if held is None:
+            raise StoreInUseError(str(self.path))
+        try:
+            clear_away(self.path, lambda name: _NAME.fullmatch(name) is not None)
+        except OSError as error:
+            held.close()
+            raise CheckpointError(f"{self.path} cannot be cleared of what a killed process left: {error}.") from error
         return held
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -228,16 +226,21 @@ class CheckpointStore:
                 raise
             error.add_note(f"and then: {failed}")
         finally:
-            self._forget()
+            if self._at_work is None:
+                self._let_go()
 
     def __repr__(self) -> str:
         return f"CheckpointStore({str(self.folder)!r})"
 
+    def _let_go(self) -> None:
+        held, self._lock, self._holders = self._lock, None, 0
+        if held is not None:
+            held.close()
+
     def _forget(self) -> None:
         """Let go of the store, as a process does that was forked from the one that holds it."""
-        if self._lock is not None:
-            self._lock.close()
-        self._lock, self._holders, self._at_work = None, 0, None
+        self._let_go()
+        self._at_work = None
 
 
 def load_checkpoint(path: str | Path) -> Checkpoint:
@@ -248,6 +251,10 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
     Raises: CheckpointError where there is none, DamagedCheckpointError, CheckpointFormatError.
     """
     path = Path(path)
+    run = path.parent if path.name == _CHECKPOINTS else path
+    if (run / _CHECKPOINTS).is_dir():
+        cure = f"`CheckpointStore({str(run)!r}).latest()` is the newest of its checkpoints."
+        raise CheckpointError(f"{path} is the folder of a run and not of one checkpoint. {cure}")
     written = read(path)
     try:
         return Checkpoint.put_together(written)

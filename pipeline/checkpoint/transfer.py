@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import fnmatch
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from pipeline._binding import tied_names
+from pipeline._patterns import as_patterns, places
 from pipeline.checkpoint._adopted import Problems
 from pipeline.checkpoint._disk import flush, partial, remove
 from pipeline.checkpoint._folder import write_tensors
@@ -80,7 +80,7 @@ def export(
 def load_weights(
     path: str | os.PathLike[str],
     state: TrainState,
-    match: str | Iterable[str] = "*",
+    match: str | Sequence[str] = "*",
     *,
     average: str | None = None,
 ) -> TrainState:
@@ -95,22 +95,26 @@ def load_weights(
             SettingError where nothing matches; nothing is changed then. CheckpointError where there is no such file.
     """
     path = Path(path)
-    patterns = (match,) if isinstance(match, str) else tuple(match)
-
-    def chosen(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {n: t for n, t in tensors.items() if any(fnmatch.fnmatchcase(n, pattern) for pattern in patterns)}
-
+    patterns = as_patterns("load_weights(match)", match, of="tensor")
     found = _read(path, average)
-    asked, given = chosen({**state.params, **state.buffers}), chosen(found)
+    asked, given = _matching(patterns, {**state.params, **state.buffers}), _matching(patterns, found)
     if not asked and not given:
         known = ", ".join([*state.params][:8])
-        raise SettingError("load_weights(match)", "a pattern that some name matches", match, f"There is {known}.")
+        raise SettingError(
+            "load_weights(match)", "a pattern that some name matches", match, f"There is {known or 'none'}."
+        )
     problems = Problems()
     problems.compare(asked, given)
     problems.raise_for(f"what {path} has by the names {', '.join(patterns)}", "Name those that both have: `match`.")
     slots = {name: _followed(slot, state.params, given) for name, slot in state.slots.items()}
     params, buffers = _filled(state.params, given), _filled(state.buffers, given)
     return attrs.evolve(state, params=params, buffers=buffers, slots=slots)
+
+
+def _matching(patterns: tuple[str, ...], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those whose names match one of the patterns."""
+    first = places(patterns, tuple(tensors))
+    return {name: tensor for (name, tensor), place in zip(tensors.items(), first, strict=True) if place < len(patterns)}
 
 
 def _found(source: TrainState | Checkpoint, average: str | None) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from pipeline.checkpoint import Checkpoint, CheckpointStore
 from pipeline.checkpoint._adopted import adopted
 from pipeline.errors import StateMismatchError
 from pipeline.testing import assert_records_equal
-from tests.checkpoint.cases import a_checkpoint, started, training
+from tests.checkpoint.cases import a_checkpoint, batches, started, training
 from tests.laws.cases import Tied, make_batches, make_model, make_step
 
 
@@ -72,7 +72,7 @@ class Ordered(nn.Module):
 
 
 def test_of_a_model_declared_in_another_order_all_goes_to_its_name() -> None:
-    batches, momentum = make_batches(5), Optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    given, momentum = make_batches(5), Optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
 
     def begun(names: tuple[str, str]) -> tuple[Any, TrainState]:
         model = Ordered(names)
@@ -80,14 +80,14 @@ def test_of_a_model_declared_in_another_order_all_goes_to_its_name() -> None:
         return step, init(step, model)
 
     step, state = begun(("a", "b"))
-    midway = next(now.copy() for now, _ in scan(step, state, batches) if now.progress.micro_steps == 3)
+    midway = next(now.copy() for now, _ in scan(step, state, given) if now.progress.micro_steps == 3)
     assert midway.window.micro_batches == 1
     step, state = begun(("a", "b"))
-    straight = fold(step, adopted(state.borrowed(), read_back(midway)), batches[3:]).state
+    straight = fold(step, adopted(state.borrowed(), read_back(midway)), given[3:]).state
     step, state = begun(("b", "a"))
     there = adopted(state.borrowed(), read_back(midway))
     assert list(there.window.grads) == list(there.slots["average"]) == list(there.params) == list(state.params)
-    swapped = fold(step, there, batches[3:]).state
+    swapped = fold(step, there, given[3:]).state
     for ours, theirs in ((swapped.params, straight.params), (swapped.slots["average"], straight.slots["average"])):
         for name, tensor in theirs.items():
             torch.testing.assert_close(ours[name], tensor, rtol=1e-5, atol=1e-7)
@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_listed_and_nothing_is_changed(tmp_path: Path) -> N
         fold(step, state, make_batches(3), store=tmp_path, resume="latest")
     error = failure.value
     assert error.missing == ["5.weight", "5.bias"]
-    assert error.unexpected == ["slot average", "slot average count"]
+    assert error.unexpected == ["loss scale", "slot average", "slot average count"]
     assert "0.weight (float32 (6, 4), here float32 (7, 4))" in error.differing
     assert "1.running_mean (float32 (6,), here float32 (7,))" in error.differing
     assert "4.bias (float32 (3,), here float64 (3,))" in error.differing
@@ -164,3 +164,16 @@ def test_a_checkpoint_of_another_dtype_is_refused(tmp_path: Path) -> None:
     state = init(step, model.double())
     with pytest.raises(StateMismatchError, match="float32"):
         fold(step, state, [], store=tmp_path, resume="latest")
+
+
+def test_a_loss_scale_that_is_asked_for_or_not_has_to_be_there_or_not(tmp_path: Path) -> None:
+    training(tmp_path / "scaled", updates=2)
+    model, step, state = started()
+    without = attrs.evolve(state, loss_scale=None)
+    with pytest.raises(StateMismatchError) as failure:
+        fold(step, without, batches(), store=tmp_path / "scaled", resume="latest")
+    assert failure.value.unexpected == ["loss scale"]
+    fold(step, without, batches(), store=tmp_path / "not scaled")
+    with pytest.raises(StateMismatchError) as failure:
+        fold(step, init(step, model, loss_scale=state.loss_scale), [], store=tmp_path / "not scaled", resume="latest")
+    assert failure.value.missing == ["loss scale"]

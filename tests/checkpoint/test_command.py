@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -41,6 +42,14 @@ def test_a_run_is_listed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows[-1].endswith("every 2 updates")
     assert "best val_loss: " in "".join(rows)
     assert len({row.index("1970-01-01") for row in rows}) == 1  # columns stand below one another
+    assert told(capsys, run / "checkpoints") == [first, blank, head, *rows]
+
+
+@pytest.mark.parametrize("time", [1e30, -1e30, math.inf, math.nan])
+def test_a_time_of_no_year_is_told_in_seconds(time: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = CheckpointStore(tmp_path).save(at(1, time=time))
+    assert f"  {time:g} s  " in told(capsys, tmp_path)[-1]
+    assert told(capsys, path)[1].startswith(f"saved {time:g} s")
 
 
 def test_an_empty_store_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -261,12 +261,67 @@ def test_what_a_killed_process_left_is_cleared_away_and_nothing_else(tmp_path: P
     assert (outside / "kept").exists()
 
 
+@pytest.mark.parametrize("moment", range(4))
+def test_killed_while_one_replaces_another_of_its_place_one_of_them_is_there(moment: int, tmp_path: Path) -> None:
+    # Killed before the first, second or third of the renames and deletions, or after all of them.
+    code = """
+import os, shutil, signal, sys
+from pathlib import Path
+from pipeline.checkpoint import CheckpointStore
+from tests.checkpoint.cases import at
+
+moments = 0
+
+def killing(work):
+    def maybe_last(*given, **settings):
+        global moments
+        if work is rename or given[0].name.endswith(".replaced"):
+            if moments == int(sys.argv[2]):
+                os.kill(os.getpid(), signal.SIGKILL)
+            moments += 1
+        return work(*given, **settings)
+    return maybe_last
+
+store = CheckpointStore(sys.argv[1], keep_last=1)
+store.save(at(1, told=1))
+rename = Path.rename
+Path.rename, shutil.rmtree = killing(rename), killing(shutil.rmtree)
+store.save(at(1, told=2))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    command = [sys.executable, "-c", code, str(tmp_path), str(moment)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], check=False)
+    assert done.returncode == -signal.SIGKILL
+    with CheckpointStore(tmp_path) as store:
+        assert names(store) == [".lock", "0000000001"]
+        assert store.load().told == (1 if moment < 2 else 2)
+
+
+def test_where_one_cannot_take_the_place_of_another_that_one_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, rename = CheckpointStore(tmp_path), Path.rename
+    store.save(at(1, told=1))
+
+    def refused(path: Path, to: Path) -> Path:
+        if path.name.endswith(".partial"):
+            raise OSError("no room for a name")
+        return rename(path, to)
+
+    with monkeypatch.context() as failing:
+        failing.setattr(Path, "rename", refused)
+        with pytest.raises(CheckpointError, match="no room for a name"):
+            store.save(at(1, told=2))
+    assert names(store) == [".lock", "0000000001"]
+    assert store.load().told == 1
+
+
 def test_a_background_save_that_fails_hides_no_error_of_the_run(tmp_path: Path) -> None:
     def run() -> None:
         with CheckpointStore(tmp_path, background=True) as store, no_file_beyond(10):
             store.save(at(1))
             assert store._at_work is not None
-            store._at_work.join()
+            assert isinstance(store._at_work.wait(), CheckpointError)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError) as failure:

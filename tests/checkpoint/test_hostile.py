@@ -9,11 +9,13 @@ import os
 import pickle
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline.__main__ import main
 from pipeline.checkpoint import CheckpointStore, CheckpointWarning, load_checkpoint, load_weights
 from pipeline.checkpoint._disk import sha256
 from pipeline.checkpoint._manifest import MANIFEST, STATE
@@ -192,6 +194,18 @@ def test_a_state_that_none_was_written_as_is_one_error_with_its_folder(edit: Edi
     with pytest.raises(CheckpointError) as failure:
         load_checkpoint(folder)
     assert str(folder) in f"{failure.value} {getattr(failure.value, '__notes__', '')}"
+
+
+@pytest.mark.parametrize("edit", [*STATES.values(), dict.clear], ids=[*STATES, "nothing"])
+def test_a_state_that_none_was_written_as_is_shown_and_compared_or_one_error(
+    edit: Edit, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rewrite(folder, edit)
+    for arguments in ([folder], [folder, "--against", folder]):
+        with suppress(SystemExit):
+            main(["checkpoints", *map(str, arguments)])
+        told = capsys.readouterr().err
+        assert not told or str(folder) in told
 
 
 def header(entries: object) -> bytes:

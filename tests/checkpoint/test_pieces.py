@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter, defaultdict
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -52,6 +53,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 TENSORS = {
     **{str(dtype): torch.tensor([[1, 0], [3, 4]]).to(dtype) for dtype in DTYPES},
     "complex": torch.tensor([1 + 2j, 3 - 1j]),
+    "conjugate": torch.tensor([1 + 2j, 3 - 1j]).conj(),
     "complex double": torch.tensor([[1 + 2j]], dtype=torch.complex128),
     "0-d": torch.tensor(2.5),
     "empty": torch.zeros(0, 3),
@@ -106,9 +108,22 @@ class Own:
     x: int = 1
 
 
-@pytest.mark.parametrize(
-    "value", [Own(), Pair(1, 2), {1, 2}, {1: "a"}, Fraction(1, 2), len, Own, torch.ones(2).to_mkldnn()], ids=repr
-)
+NO_FORM = [
+    Own(),
+    Pair(1, 2),
+    {1, 2},
+    {1: "a"},
+    Fraction(1, 2),
+    len,
+    Own,
+    Counter("ab"),
+    defaultdict(int, a=1),
+    torch.ones(2).to_mkldnn(),
+    torch.ones(2, device="meta"),
+]
+
+
+@pytest.mark.parametrize("value", NO_FORM, ids=repr)
 def test_what_has_no_form_is_refused_with_its_place(value: Any) -> None:
     with pytest.raises(CheckpointError, match="it/controller/1 has no form in a checkpoint"):
         taken_apart({"controller": [0, value]}, "it", {})

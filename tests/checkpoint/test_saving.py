@@ -327,6 +327,34 @@ def test_a_folder_with_checkpoints_is_not_begun_in_by_mistake(tmp_path: Path) ->
         probing(tmp_path, 2, resume=None)
 
 
+def test_a_folder_whose_checkpoints_are_all_damaged_is_not_begun_in_by_mistake(tmp_path: Path) -> None:
+    probing(tmp_path, 2)
+    for path in CheckpointStore(tmp_path).folders():
+        (path / "manifest.json").unlink()
+    with pytest.raises(SettingError, match='Say "latest" to go on'):
+        probing(tmp_path, 2, resume=None)
+
+
+@pytest.mark.parametrize("resume", [True, False, 1, b"latest"], ids=repr)
+def test_what_is_no_path_is_nothing_to_go_on_from(resume: Any, tmp_path: Path) -> None:
+    for store in (tmp_path, None):
+        with pytest.raises(SettingError, match=r"fold\(resume\) must be \"latest\""):
+            probing(tmp_path, 2, resume=resume, store=store)
+
+
+@pytest.mark.parametrize("folder", [True, 1, b"runs/a", {}], ids=repr)
+def test_what_is_no_path_is_no_folder_of_a_store(folder: Any, tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"CheckpointStore\(folder\) must be a path"):
+        probing(tmp_path, 2, store=folder)
+
+
+def test_the_folder_of_a_run_is_no_checkpoint_and_the_cure_is_told(tmp_path: Path) -> None:
+    probing(tmp_path, 2)
+    for path in (tmp_path, tmp_path / "checkpoints"):
+        with pytest.raises(CheckpointError, match=r"is the folder of a run.*CheckpointStore\('.*'\)\.latest\(\)"):
+            probing(tmp_path, 4, resume=path, store=None)
+
+
 @pytest.mark.parametrize("watch", [monitors.SaveEvery(updates=1), monitors.SaveBest("val_loss")], ids=repr)
 def test_a_monitor_that_asks_for_checkpoints_needs_a_store(watch: Monitor, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="the fold has no store"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline import Tensors, TrainState
 from pipeline.checkpoint import Checkpoint, CheckpointStore, CheckpointWarning, Saved, load_checkpoint
 from pipeline.checkpoint.saved import Keeping
 from pipeline.errors import CheckpointError, SettingError, StoreInUseError
@@ -68,6 +70,57 @@ def test_tensors_that_share_memory_or_are_no_rows_of_their_own_come_back(tmp_pat
     given = at(1)
     given = attrs.evolve(given, state=attrs.evolve(given.state, slots={"controller": shared}))
     assert_records_equal(load_checkpoint(CheckpointStore(tmp_path).save(given)), given)
+
+
+FLOATS = ["bfloat16", "float16", "float32", "float64"]
+EIGHTHS = ["float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"]
+INTS = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+BYTES = torch.arange(2, dtype=torch.uint8).repeat(8)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", [*FLOATS, *EIGHTHS, *INTS, "complex32", "complex64", "complex128"])
+def test_tensors_of_any_dtype_come_back(dtype: str, tmp_path: Path) -> None:
+    tensor = BYTES.view(getattr(torch, dtype))
+    given, kept = at(1), {"a": tensor, "none": tensor[:0], "one": tensor[0], "seen": tensor.conj()}
+    store = CheckpointStore(tmp_path)
+    store.save(attrs.evolve(given, state=attrs.evolve(given.state, slots=kept)))
+    for name, back in store.load().state.slots.items():
+        assert (back.dtype, back.shape) == (kept[name].dtype, kept[name].shape)
+        assert bits(back) == bits(kept[name])
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    return tensor.resolve_conj().contiguous().reshape(-1).view(torch.uint8).tolist()
+
+
+def holding_itself() -> list[object]:
+    it: list[object] = []
+    it.append(it)
+    return it
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [holding_itself(), 10**5000, {"\ud800": torch.ones(1)}, BYTES.view(torch.int4)],
+    ids=["itself", "a huge number", "half a letter", "a dtype that nothing copies"],
+)
+@pytest.mark.parametrize("background", [False, True])
+def test_what_cannot_be_written_is_one_error_and_leaves_nothing(kept: Any, background: bool, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, background=background)
+    store.save(at(1))
+    with pytest.raises(CheckpointError, match=r"could not be saved|nested too deeply"):
+        store.save(at(2, accumulators={"mine": kept}))
+    assert sorted(path.name for path in store.path.iterdir()) == [".lock", "0000000001"]
+
+
+NAMES = ["a/b", "../../up", "/root", "\N{PILE OF POO}\n\0", "", ".", "x" * 10_000, "__metadata__", "is"]
+
+
+def test_names_of_any_kind_come_back(tmp_path: Path) -> None:
+    tensors = {name: torch.tensor([float(place)]) for place, name in enumerate(NAMES)}
+    given = Checkpoint(TrainState(Tensors(tensors), slots={"mine": tensors}), accumulators=dict.fromkeys(NAMES, 1))
+    assert_records_equal(CheckpointStore(tmp_path).load(CheckpointStore(tmp_path).save(given)), given)
 
 
 def test_saved_in_the_background_it_is_as_it_was_when_it_was_asked_for(tmp_path: Path) -> None:
@@ -283,6 +336,42 @@ def test_a_store_that_is_held_already_is_held_by_the_same_once_more(tmp_path: Pa
             CheckpointStore(tmp_path).save(at(1))
     with CheckpointStore(tmp_path):
         pass
+
+
+def test_interrupted_while_it_waits_the_store_is_held_until_the_writer_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, may_go_on, flush = threading.Event(), threading.Event(), os.fsync
+
+    def slow(handle: int) -> None:
+        writing.set()
+        assert may_go_on.wait(60)
+        flush(handle)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", slow)
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    store = CheckpointStore(tmp_path, background=True)
+
+    def save() -> None:
+        with store:
+            store.save(at(1))
+            assert writing.wait(60)
+            signal.setitimer(signal.ITIMER_REAL, 0.05)  # while the block waits for the writer
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            save()
+        with pytest.raises(StoreInUseError):
+            CheckpointStore(tmp_path).save(at(2))
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+        may_go_on.set()
+    store.wait()
+    CheckpointStore(tmp_path).save(at(2))
+    assert micro_steps(store) == [1, 2]
 
 
 def _linger(running: Any, ended: Any) -> None:

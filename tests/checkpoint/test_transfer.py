@@ -284,6 +284,13 @@ def test_a_pattern_that_nothing_matches_is_refused(match: Any, pretrained: tuple
     assert not state.params.is_stale
 
 
+@pytest.mark.parametrize("match", [5, None, ["a", 1], {"a": 1}], ids=repr)
+def test_what_is_no_pattern_is_refused(match: Any, pretrained: tuple[Path, TrainState]) -> None:
+    path, _ = pretrained
+    with pytest.raises(SettingError, match=r"load_weights\(match\) must be a pattern on tensor names"):
+        load_weights(path, started()[2], match=match)
+
+
 def test_the_average_of_a_checkpoint_can_be_loaded_and_that_of_a_file_is_the_file(
     pretrained: tuple[Path, TrainState],
 ) -> None:

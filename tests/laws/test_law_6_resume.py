@@ -36,6 +36,7 @@ from pipeline import (
     Run,
     ScaledBackward,
     SkipSpikes,
+    TrainState,
     chain,
     fold,
     init,
@@ -201,8 +202,22 @@ LEFT_OUT: dict[str, Any] = {
     "seed": lambda s: attrs.evolve(s, rng=attrs.evolve(s.rng, seed=77)),
     "slots": lambda s: attrs.evolve(s, slots={**s.slots, "average": s.slots["average"].map(torch.zeros_like)}),
 }
-# The factor on the rates is not among them: what the monitors had gathered asks for it again.
-OF_THE_RUN = ("place", "accumulators", "told", "pending")
+OF_THE_RUN = ("place", "stream", "accumulators", "told", "pending", "is_told_of")
+NOT_LEFT_OUT = {
+    "rate_factor": "what the monitors had gathered asks for it again",
+    "under_way": "0 where nothing is on an accelerator",
+    "reasons": "only told of, and an interruption is not",
+    "time": "0 by the clock that is given",
+    "measures": "of no use to a run without a SaveBest",
+    "run": "which checkpoints are deleted hangs on it, and no number",
+}
+
+
+def test_no_part_of_a_checkpoint_is_forgotten_in_the_control() -> None:
+    of_state = {"loss scale": "loss_scale", "seed": "rng"}
+    left_out = {of_state.get(part, part) for part in (*LEFT_OUT, *OF_THE_RUN)}
+    there = {field.name for cls in (TrainState, Checkpoint) for field in attrs.fields(cls)} - {"state"}
+    assert left_out | NOT_LEFT_OUT.keys() == there
 
 
 @pytest.mark.parametrize("part", [*LEFT_OUT, *OF_THE_RUN])

@@ -90,7 +90,9 @@ class Driver:
     def __iter__(self) -> Iterator[Item]:
         now = self.clock()
         if self._told != repr(self.limit):
-            total = self.limit.total_updates()
+            length = _length(self.stream)
+            windows = None if length is None else self.step.windows(length)
+            total = self.limit.total_updates(self._began, windows)
             yield self._item(RunStarted(**stamp(self._progress, now), until=repr(self.limit), total_updates=total))
         self.ended = self._reasons(now)
         while self._in_epoch or not self.ended:

@@ -45,7 +45,7 @@ class Event:
 
 @attrs.frozen(kw_only=True, slots=False)
 class RunStarted(Event):
-    """Before the first batch. `until` says when the run will end; `total_updates` where that is known."""
+    """Before the first batch. `until` says when the run will end; `total_updates` at which update, if known."""
 
     until: str
     total_updates: int | None = None

@@ -209,6 +209,11 @@ class Chain:
             raise
         return frame
 
+    def windows(self, batches: int) -> int | None:
+        """How many windows a pass over so many batches closes, where one transform, and no other, knows."""
+        known = [transform.windows(batches) for transform in self.transforms if hasattr(transform, "windows")]  # type: ignore[attr-defined]
+        return known[0] if len(known) == 1 else None
+
     # What it reads and writes as a whole, so that `when(…, chain(…))` is checked like any other transform.
     @property
     def reads(self) -> frozenset[str]:

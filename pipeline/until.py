@@ -22,8 +22,11 @@ class Limit:
         """Whether nothing that is counted has moved between the two, so that more of the same will not end the run."""
         return False
 
-    def total_updates(self) -> int | None:
-        """The number of updates at which the run will end, where that is known."""
+    def total_updates(self, began: Progress, windows: int | None) -> int | None:
+        """The number of updates at which the run will end, if none is skipped; None where that is not known.
+
+        `began` is where an epoch begins; `windows` how many there are in each, where that is known.
+        """
         return None
 
     def __or__(self, other: Limit) -> AnyOf:
@@ -65,7 +68,7 @@ class Updates(_Count):
         """Updates applied."""
         return progress.updates
 
-    def total_updates(self) -> int | None:
+    def total_updates(self, began: Progress, windows: int | None) -> int | None:
         """n itself."""
         return int(self.n)
 
@@ -77,6 +80,10 @@ class Epochs(_Count):
     def count(self, progress: Progress, seconds: float) -> float:
         """Epochs finished."""
         return progress.epoch
+
+    def total_updates(self, began: Progress, windows: int | None) -> int | None:
+        """One for each window of the epochs to come, where a pass is known to have so many."""
+        return None if windows is None else began.updates + max(int(self.n) - began.epoch, 0) * windows
 
 
 @attrs.frozen(repr=False)
@@ -137,9 +144,10 @@ class AnyOf(Limit):
         """Whether all of them are."""
         return all(limit.stuck(before, after) for limit in self.limits)
 
-    def total_updates(self) -> int | None:
+    def total_updates(self, began: Progress, windows: int | None) -> int | None:
         """The smallest known."""
-        return min((n for limit in self.limits if (n := limit.total_updates()) is not None), default=None)
+        totals = [limit.total_updates(began, windows) for limit in self.limits]
+        return min((total for total in totals if total is not None), default=None)
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.limits))

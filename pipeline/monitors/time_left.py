@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from pipeline.events import Event, RunStarted, UpdateDone
+from pipeline.events import Event, RunEnded, RunStarted, UpdateDone
 from pipeline.monitors._written import Written
 
 __all__ = ["TimeLeft"]
@@ -22,7 +22,7 @@ class TimeLeft(Written):
 
     Reads:  `RunStarted.total_updates`; `UpdateDone.time`, `update`.
     Result: a float, 0 at the end; None where the number of updates is not known, and before the second update.
-    Edges:  a new run starts a new clock.
+    Edges:  a new run starts a new clock. Windows that are skipped, where epochs are counted, make it too long.
     """
 
     name: str = "TimeLeft"
@@ -35,9 +35,11 @@ class TimeLeft(Written):
         """Start the clock, or move it to this update."""
         if isinstance(event, RunStarted):
             return event.total_updates, None, None
+        total, first, last = accumulator
+        if isinstance(event, RunEnded) and last is not None:  # of however many updates it was
+            return last[1], first, last
         if not isinstance(event, UpdateDone):
             return accumulator
-        total, first, _ = accumulator
         now = (event.time, event.update)
         return total, now if first is None else first, now
 

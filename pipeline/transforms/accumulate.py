@@ -130,6 +130,12 @@ class Accumulate:
             return frame.having(state=attrs.evolve(frame.state, window=Window()))
         return _closed(frame)
 
+    def windows(self, batches: int) -> int | None:
+        """How many a pass over so many batches closes; None where they may go on into the next pass."""
+        if self.at_end == "carry":
+            return None
+        return (batches + self.every - 1 if self.at_end == "flush" else batches) // self.every
+
     def fuse(self, before: Any) -> _AccumulatedBackward | None:
         """One call for this and a ScaledBackward directly before it."""
         return _AccumulatedBackward(before, self) if isinstance(before, ScaledBackward) else None

@@ -65,6 +65,10 @@ class UpdateInBackward:
         _check_unscaled(state)
         return self.optimizer.init(state)
 
+    def windows(self, batches: int) -> int:
+        """One for each batch."""
+        return batches
+
     def __call__(self, frame: Frame) -> Frame:
         state, count = frame.state, frame.state.progress.updates
         _check_unscaled(state)

@@ -9,7 +9,20 @@ import torch
 from rich.console import Console
 from torch.utils.data import DataLoader, IterableDataset
 
-from pipeline import Epochs, Optimizer, Updates, apply, fold, init, run_of, scan, sinks, stream
+from pipeline import (
+    Accumulate,
+    Epochs,
+    MicroBatches,
+    Optimizer,
+    Updates,
+    apply,
+    fold,
+    init,
+    run_of,
+    scan,
+    sinks,
+    stream,
+)
 from pipeline.errors import SettingError
 from pipeline.events import (
     BatchSkipped,
@@ -71,6 +84,34 @@ def test_data_2_progress_runs_without_a_total() -> None:
     (started,) = of(RunStarted, recorder.events)
     assert started.total_updates is None
     assert "ended after 3 updates" in shown.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("limit", "total"),
+    [(None, 3), (Epochs(4), 12), (Epochs(4) | Updates(7), 7), (Epochs(0), 0), (MicroBatches(9), None)],
+    ids=str,
+)
+def test_data_2_with_a_length_the_total_is_known_in_windows(limit: Any, total: int | None) -> None:
+    model, recorder = Probe(), Recorder()
+    step = probe_step(model, every=3)
+    run = fold(step, init(step, model), list(without_length(7)), until=limit, sinks=[recorder])
+    (started,) = of(RunStarted, recorder.events)
+    assert started.total_updates == total
+    assert total is None or run.state.progress.updates == total
+    fold(step, run.state, list(without_length(7)), until=Epochs(6), sinks=[recorder])  # goes on from there
+    began, updates = run.state.progress.epoch, run.state.progress.updates
+    assert of(RunStarted, recorder.events)[-1].total_updates == updates + 3 * (6 - began)
+
+
+@pytest.mark.parametrize(
+    ("at_end", "total"), [("flush", 6), ("drop", 4), ("carry", None)], ids=["flushed", "dropped", "carried"]
+)
+def test_data_2_the_total_counts_what_becomes_of_the_last_window(at_end: Any, total: int | None) -> None:
+    model, recorder = Probe(), Recorder()
+    step = probe_step(model, every=3).replace("Accumulate", Accumulate(3, at_end=at_end))
+    run = fold(step, init(step, model), list(without_length(7)), until=Epochs(2), sinks=[recorder])
+    assert of(RunStarted, recorder.events)[0].total_updates == total
+    assert run.state.progress.updates == (total or 4)
 
 
 @both_ways

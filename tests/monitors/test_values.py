@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipeline import monitors, replay
 from pipeline.errors import SettingError
-from pipeline.events import Event, LossScaleChanged, MemoryMeasured
+from pipeline.events import Event, LossScaleChanged, MemoryMeasured, RunEnded
 from tests.monitors.cases import evaluation, skip, start, update
 
 
@@ -173,6 +173,11 @@ class TestTime:
 
     def test_the_time_left_is_not_known_where_the_end_is_not(self) -> None:
         assert result_of(monitors.TimeLeft(), start(), update(1), update(2)) is None
+
+    def test_at_the_end_nothing_is_left_though_windows_were_skipped(self) -> None:
+        end = RunEnded(micro_step=2, update=2, epoch=1, time=9.0, reasons=("Epochs(1)",))
+        assert result_of(monitors.TimeLeft(), start(0.0, 4), update(1), update(2), end) == 0.0
+        assert result_of(monitors.TimeLeft(), start(0.0, 4), end) is None
         assert result_of(monitors.TimeLeft(), start(0.0, 10), update(1)) is None
         assert result_of(monitors.TimeLeft(), update(1), update(2)) is None
 

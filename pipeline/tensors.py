@@ -86,25 +86,14 @@ class Tensors(Mapping[str, Tensor]):
         for name, tensor in items.items():
             if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise SettingError(f"Tensors[{name!r}]", "a torch.Tensor", tensor)
-        self._fill({name: i for i, name in enumerate(items)}, tuple(items.values()), Lease(), 0, False)
+        object.__setattr__(self, "__class__", _Unfinished)
+        _fill(self, {name: i for i, name in enumerate(items)}, tuple(items.values()), Lease(), 0, False)
 
-    def _fill(
-        self, index: Mapping[str, int], values: tuple[Tensor, ...], lease: Lease, generation: int, owned: bool
-    ) -> None:
-        write = object.__setattr__
-        write(self, "_index", index)
-        write(self, "_values", values)
-        write(self, "_lease", lease)
-        write(self, "_generation", generation)
-        write(self, "_owned", owned)
-
-    @classmethod
+    @staticmethod
     def _make(
-        cls, index: Mapping[str, int], values: tuple[Tensor, ...], lease: Lease, generation: int, owned: bool
+        index: Mapping[str, int], values: tuple[Tensor, ...], lease: Lease, generation: int, owned: bool
     ) -> Tensors:
-        self = cls.__new__(cls)
-        self._fill(index, values, lease, generation, owned)
-        return self
+        return _fill(object.__new__(_Unfinished), index, values, lease, generation, owned)
 
     @classmethod
     def over(cls, names: Iterable[str], values: Iterable[Any]) -> Tensors:
@@ -239,3 +228,23 @@ class Tensors(Mapping[str, Tensor]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Tensors, (dict(self),)  # a copy owns nothing and is bound to nothing
+
+
+class _Unfinished(Tensors):
+    """A record of which the fields may be written."""
+
+    __slots__ = ()
+    __setattr__ = object.__setattr__  # type: ignore[assignment]
+
+
+def _fill(
+    record: Tensors, index: Mapping[str, int], values: tuple[Tensor, ...], lease: Lease, generation: int, owned: bool
+) -> Tensors:
+    """Write the fields of an unfinished record, which then is one: it would refuse, and going around that costs more."""
+    record._index = index
+    record._values = values
+    record._lease = lease
+    record._generation = generation
+    record._owned = owned
+    record.__class__ = Tensors
+    return record

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pipeline.errors import MissingFieldError, SettingError
 from pipeline.records import Frame, OptimizerState, Progress, Scalar, Skipped, TrainState, Window
+from pipeline.records.state import new_state
 from pipeline.tensors import Tensors
 from pipeline.transforms._norm import first_non_finite, normalised, sum_norm
 
@@ -143,7 +144,7 @@ class MaybeStep:
             if params.is_owned:  # the sums are let go of here, and not when the next window starts
                 for param in params.flat:
                     param.grad = None
-        state = TrainState(
+        state = new_state(
             params,
             buffers,
             optimizer,

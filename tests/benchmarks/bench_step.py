@@ -198,9 +198,8 @@ def compare(name: str, rounds: int | None) -> None:
     for side, values in times.items():
         print(f"  {side:>5}: {statistics.median(values):8.1f} µs a micro-batch ({_middle_half(values, '.1f')})")
     ratios = [f / p for p, f in zip(times["plain"], times["fold"], strict=True)]
-    print(
-        f"  ratio: {statistics.median(ratios):8.3f} ({_middle_half(ratios, '.3f')}, {rounds} rounds); bar {recipe.bar:.2f}"
-    )
+    spread = f"{_middle_half(ratios, '.3f')}, {rounds} rounds"
+    print(f"  ratio: {statistics.median(ratios):8.3f} ({spread}); bar {recipe.bar:.2f}")
 
 
 def _middle_half(values: list[float], how: str) -> str:

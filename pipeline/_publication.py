@@ -66,7 +66,8 @@ class Transfer:
             held: list[tuple[str, Any]] = []
             for name in _measured(type(event)):
                 value, before = getattr(event, name), len(self._found)
-                _map(value, self._note)
+                if not isinstance(value, float):
+                    _map(value, self._note)
                 if len(self._found) > before:
                     held.append((name, value))
             self._held.append(held)

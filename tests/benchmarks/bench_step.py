@@ -106,15 +106,15 @@ RECIPES = {
     "transformer of 290 tensors": Recipe(
         Transformer,
         lambda: (torch.randn(8, 16, 32), torch.randint(0, 10, (8,))),
-        micro_batches=8,
-        rounds=61,
+        micro_batches=16,
+        rounds=25,
         bar=1.02,
     ),
     "small GPT": Recipe(
         GPT,
         lambda: (torch.randint(0, 256, (8, 64)), torch.randint(0, 256, (8 * 64,))),
         micro_batches=8,
-        rounds=61,
+        rounds=41,
         bar=1.01,
     ),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import attrs
 
@@ -26,9 +26,9 @@ def positional(cls: Callable[P, R]) -> Callable[P, R]:
     names = [field.name for field in attrs.fields(cls)]  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     twin: Any = attrs.make_class(cls.__name__, names, bases=(Record,), slots=True, weakref_slot=False, eq=False)
 
-    def make(*values: P.args, **_: P.kwargs) -> R:
+    def make(*values: Any) -> Any:
         record = twin(*values)
         record.__class__ = cls
         return record
 
-    return make
+    return cast("Callable[P, R]", make)

@@ -20,7 +20,7 @@ from pipeline.transforms._norm import first_non_finite, normalised, sum_norm
 
 __all__ = ["MaybeStep", "UpdateRule"]
 
-_NO_WINDOW = Window()
+_NO_GRADS = Tensors()
 
 
 class UpdateRule(Protocol):
@@ -152,7 +152,7 @@ class MaybeStep:
             params,
             buffers,
             optimizer,
-            _NO_WINDOW,
+            Window(),
             scale if scale is None or not counted or read < 0 else scale.after(math.isfinite(read)),
             _counted(p, applied),
             state.rng,
@@ -216,7 +216,7 @@ def _before(window: Window, buffers: Tensors, update: int) -> Tensors:
 def _without_tensors(window: Window) -> Window:
     """What events tell of a window: all but its gradients and buffers, which are let go of."""
     return new_window(
-        _NO_WINDOW.grads,
+        _NO_GRADS,
         window.weight,
         window.reference,
         window.loss,

@@ -107,8 +107,8 @@ class Driver:
         return self.watched.state, events
 
     def _reasons(self, now: float) -> tuple[str, ...]:
-        stops = self.watched.stops
-        reached = self.limit.reasons(self._progress, now - self.started)
+        watched = self.watched
+        reached, stops = self.limit.reasons(watched.state.progress, now - self.started), watched.stops
         return (*reached, *stops) if stops else reached
 
     def _epoch(self) -> Iterator[Item]:
@@ -147,7 +147,7 @@ class Driver:
                 state, events = one(self.step, watched.scaled(watched.state), batch, now, self._waited, generators)
                 watched.state = state
                 after = state.progress
-                if after.windows != before.windows:
+                if after.updates != before.updates or after.skipped != before.skipped:  # a window was closed
                     self._waited = 0.0
                 del batch  # nothing of this micro-batch stays alive while the next one is read
                 if self.evaluations and after.updates != before.updates:

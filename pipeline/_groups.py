@@ -83,6 +83,8 @@ class GroupSettings:
 
     def scheduled(self, count: int) -> dict[str, Any]:
         """What the other schedules give for update number `count`, from 0."""
+        if not self.schedules:
+            return {}
         given = {key: schedule(count) for key, schedule in self.schedules.items()}
         values = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
         for key, value in values.items():

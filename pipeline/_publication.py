@@ -63,8 +63,14 @@ class Transfer:
         self._found: list[Tensor] = []
         self._held: list[list[tuple[str, Any]]] = []
         for event in events:
-            before = [(name, getattr(event, name)) for name in _measured(type(event))]
-            self._held.append([(name, value) for name, value in before if _map(value, self._note) is not None])
+            held: list[tuple[str, Any]] = []
+            for name in _measured(type(event)):
+                value, before = getattr(event, name), len(self._found)
+                if not isinstance(value, float):
+                    _map(value, self._note)
+                if len(self._found) > before:
+                    held.append((name, value))
+            self._held.append(held)
         if any(value.ndim for value in self._found):
             raise _not_0d(events)
         self._numbers = _start(self._found)

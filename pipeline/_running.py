@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter, is_
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from torch.optim.optimizer import (
 from torch.utils import _pytree as pytree
 
 from pipeline._compiled_step import CompiledStep, Step
+from pipeline._fused_adam import FusedAdam
 from pipeline._twins import missing_entry
 from pipeline.errors import OptimizerMismatchError, SettingError
 from pipeline.records import Scalar
@@ -21,6 +23,8 @@ from pipeline.tensors import Lease, Tensors
 
 _MASTER = "master"
 _COUNT = "step"
+
+_grad = attrgetter("grad")
 
 Moving = Mapping[str, Mapping[str, Any]]
 """By group, the entries that are set anew for each update."""
@@ -122,6 +126,8 @@ class Running:
         self._moving: Moving = {}
         self._bare = _bare_step(self.optimizer)
         self.compiled = (compiled or self._compile(rule.compiled)) if rule.compiled else None
+        self._is_new = True
+        self._fused: FusedAdam | None = None
         self._built = [dict(group) for group in self.optimizer.param_groups]
         self._foreign = _by_owner([*tensors, *numbers])  # what another run of some optimizer kept
         self._put({**tensors, **numbers})
@@ -130,7 +136,7 @@ class Running:
         """Whether this optimizer steps these very tensors by this rule."""
         if self.rule is not rule and self.rule != rule:
             return False
-        return len(params) == len(self.params) and all(a is b for a, b in zip(params.flat, self.params, strict=True))
+        return len(params) == len(self.params) and all(map(is_, params.flat, self.params))
 
     def _compile(self, backend: bool | str) -> CompiledStep:
         if self._bare is None:
@@ -162,14 +168,9 @@ class Running:
         for group in self.optimizer.param_groups:
             group.update(moving[group["name"]])
         index, flat = grads.index, grads.flat
-        narrow: list[tuple[Tensor, Tensor]] = []
-        for name, param in zip(self.stepped.index, self.stepped.flat, strict=True):
-            place = index.get(name)
-            param.grad = None
-            if place is not None and flat[place].dtype == param.dtype:
-                param.grad = flat[place]
-            elif place is not None:
-                narrow.append((param, flat[place]))
+        # As a rule autograd has added them up in their place: looking costs a fifth of putting them there.
+        there = index is params.index and not self.masters and all(map(is_, map(_grad, self.params), flat))
+        narrow = [] if there else self._put_gradients(index, flat)
         mastered = [name for name in self.masters if name in index]
         for name in mastered:
             self._follow(name, params[name])
@@ -199,6 +200,18 @@ class Running:
         if missing is not None:
             raise OptimizerMismatchError(self.rule.cls.__name__, missing)
 
+    def _put_gradients(self, index: Mapping[str, int], flat: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Each parameter's gradient in its `.grad`, or none; those of another precision are returned instead."""
+        narrow: list[tuple[Tensor, Tensor]] = []
+        for name, param in zip(self.stepped.index, self.stepped.flat, strict=True):
+            place = index.get(name)
+            param.grad = None
+            if place is not None and flat[place].dtype == param.dtype:
+                param.grad = flat[place]
+            elif place is not None:
+                narrow.append((param, flat[place]))
+        return narrow
+
     def _step(self, first: bool) -> None:
         hooked = _global_hooks()
         if self.compiled is not None and not first:
@@ -207,8 +220,10 @@ class Running:
             self.compiled(self.optimizer, self._moving)
         elif self._bare is None or hooked:
             self.optimizer.step()
-        else:
+        elif self._fused is None or not self._fused.step(getattr(self.optimizer, "grad_scale", None)):
             self._bare(self.optimizer)
+            if self._is_new:  # now there is a state to make lists of
+                self._is_new, self._fused = False, FusedAdam.of(self.optimizer)
 
     def _follow(self, name: str, param: Tensor) -> None:
         """Let the master follow where the parameter is not what it rounds to: there somebody else has set it."""

@@ -166,7 +166,10 @@ def fold(
             if found is not None:
                 tell(keeper.go_on_from(found[1], found[0].name))
             for _, events in driver:
-                tell(events if events or not driver.ended else keeper.at_the_end())
+                if events:
+                    tell(events)
+                elif driver.ended:
+                    tell(keeper.at_the_end())
                 if publisher.reasons:
                     break  # it is over, and nothing comes after the end
                 if watched.evaluate:

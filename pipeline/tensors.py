@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -86,25 +86,15 @@ class Tensors(Mapping[str, Tensor]):
         for name, tensor in items.items():
             if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise SettingError(f"Tensors[{name!r}]", "a torch.Tensor", tensor)
-        self._fill({name: i for i, name in enumerate(items)}, tuple(items.values()), Lease(), 0, False)
+        object.__setattr__(self, "__class__", _Unfinished)
+        index = {name: i for i, name in enumerate(items)}
+        cast("_Unfinished", self).finished(index, tuple(items.values()), Lease(), 0, False)
 
-    def _fill(
-        self, index: Mapping[str, int], values: tuple[Tensor, ...], lease: Lease, generation: int, owned: bool
-    ) -> None:
-        write = object.__setattr__
-        write(self, "_index", index)
-        write(self, "_values", values)
-        write(self, "_lease", lease)
-        write(self, "_generation", generation)
-        write(self, "_owned", owned)
-
-    @classmethod
+    @staticmethod
     def _make(
-        cls, index: Mapping[str, int], values: tuple[Tensor, ...], lease: Lease, generation: int, owned: bool
+        index: Mapping[str, int], values: tuple[Tensor, ...], lease: Lease, generation: int, owned: bool
     ) -> Tensors:
-        self = cls.__new__(cls)
-        self._fill(index, values, lease, generation, owned)
-        return self
+        return object.__new__(_Unfinished).finished(index, values, lease, generation, owned)
 
     @classmethod
     def over(cls, names: Iterable[str], values: Iterable[Any]) -> Tensors:
@@ -239,3 +229,22 @@ class Tensors(Mapping[str, Tensor]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Tensors, (dict(self),)  # a copy owns nothing and is bound to nothing
+
+
+class _Unfinished(Tensors):
+    """A record that still lets its fields be written. Going around a refusal takes twice as long: a call a field."""
+
+    __slots__ = ()
+    __setattr__ = object.__setattr__  # type: ignore[assignment]
+
+    def finished(
+        self, index: Mapping[str, int], values: tuple[Tensor, ...], lease: Lease, generation: int, owned: bool
+    ) -> Tensors:
+        """The record with these fields, which are not to be written any more."""
+        self._index = index
+        self._values = values
+        self._lease = lease
+        self._generation = generation
+        self._owned = owned
+        self.__class__ = Tensors  # pyright: ignore[reportAttributeAccessIssue]
+        return self

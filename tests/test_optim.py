@@ -1,6 +1,7 @@
 """Optimizers as pure functions: any class, groups, settings, and state by name."""
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -9,7 +10,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from pipeline import Forward, Frame, Group, MaybeStep, Optimizer, Tensors, TrainState, apply, fold, init, supervised
+from pipeline import (
+    Accumulate,
+    Forward,
+    Frame,
+    Group,
+    MaybeStep,
+    Optimizer,
+    ScaledBackward,
+    Tensors,
+    TrainState,
+    apply,
+    chain,
+    fold,
+    init,
+    supervised,
+)
 from pipeline._running import Running
 from pipeline.errors import DuplicateNameError, OptimizerMismatchError, SettingError
 from pipeline.optim import layer_decay, no_decay
@@ -73,6 +89,55 @@ def test_a_third_partys_numbers_go_on_where_they_were(cut: int) -> None:
     assert_records_equal(rest.optimizer, straight.optimizer)
     assert straight.optimizer.numbers["group default/k"] == 8
     assert straight.optimizer.of("0.weight")["steps"] == 8
+
+
+class Sometimes(nn.Module):
+    """The second layer gets gradients only while it is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.sometimes, self.is_used = nn.Linear(4, 4), nn.Linear(4, 4), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.always(x)
+        return self.sometimes(x) if self.is_used else x
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"amsgrad": True}, {"maximize": True}, {"betas": lambda n: (0.9 - n / 10, 0.99)}]
+)
+@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("used", [[True] * 5, [True, True, False, True, True], [False, True, True, True, True]])
+def test_the_fused_kernel_is_torchs_own_step_whichever_parameters_have_gradients(
+    cls: type[torch.optim.Adam], settings: dict[str, Any], used: list[bool]
+) -> None:
+    model, plain = Sometimes(), Sometimes()
+    bare = [param for name, param in plain.named_parameters() if name.endswith("bias")]
+    shaped = [param for name, param in plain.named_parameters() if name.endswith("weight")]
+    constant = {key: value for key, value in settings.items() if key != "betas"}
+    groups = [{"params": shaped}, {"params": bare, "weight_decay": 0.0}]
+    torchs = cls(groups, lr=0.01, weight_decay=0.1, fused=True, **constant)
+    rule = Optimizer(cls, lr=0.01, groups=[Group("*.bias", weight_decay=0.0)], weight_decay=0.1, **settings)
+    step = chain(Forward(model, lambda m, x: m(x).square().mean()), ScaledBackward(), Accumulate(), MaybeStep(rule))
+    batches = [torch.randn(3, 4) for _ in used]
+
+    def stream() -> Iterator[Tensor]:
+        for batch, is_used in zip(batches, used, strict=True):
+            model.is_used = is_used
+            yield batch
+
+    state = fold(step, init(step, model), stream()).state
+    for n, (batch, plain.is_used) in enumerate(zip(batches, used, strict=True)):
+        plain(batch).square().mean().backward()
+        for group in torchs.param_groups:
+            group["betas"] = settings["betas"](n) if "betas" in settings else group["betas"]
+        torchs.step()
+        torchs.zero_grad()
+    for name, param in plain.named_parameters():
+        assert torch.equal(state.params[name], param)
+        for key, value in torchs.state[param].items():
+            assert torch.equal(state.optimizer.of(name)[key], value)
 
 
 def test_frozen_parameters_stay_and_unused_ones_get_no_state() -> None:

@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from pipeline._splitmix import splitmix64
 from pipeline.errors import SettingError
+from pipeline.records._quick import Record, positional
 from pipeline.records._trees import register
 
 __all__ = ["LossScale", "Progress", "Rng"]
@@ -21,7 +22,7 @@ def _base(seed: int, rank: int, purpose: int) -> int:
 
 
 @attrs.frozen
-class Progress:
+class Progress(Record):
     """How far a run is. All counts are whole numbers from the start of training, on this rank.
 
     `micro_steps` micro-batches processed; `updates` applied; `skipped` windows that ended without an update;
@@ -96,6 +97,8 @@ def _float32(value: float) -> float:
     """Rounded as a float32 tensor would hold it."""
     return ctypes.c_float(value).value
 
+
+new_progress = positional(Progress)
 
 register(Progress)
 register(LossScale)

@@ -9,6 +9,7 @@ import attrs
 from torch import nn
 
 from pipeline._binding import load
+from pipeline.records._quick import Record, positional
 from pipeline.records._trees import clone_tree, register
 from pipeline.records.counters import LossScale, Progress, Rng
 from pipeline.records.optimizer_state import OptimizerState
@@ -23,7 +24,7 @@ _NOTHING: Mapping[str, Any] = {}
 
 
 @attrs.frozen(eq=False, repr=False)
-class TrainState:
+class TrainState(Record):
     """All that outlives a step, and so all that a checkpoint holds.
 
     Make one with `init(step, model, seed=0)`. `slots` holds, by name, the durable state of transforms that users
@@ -110,5 +111,7 @@ def _each_slot(
         return value.each(tensors, optimizer)
     return tensors(value) if isinstance(value, Tensors) else value
 
+
+new_state = positional(TrainState)
 
 register(TrainState)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import LossError
+from pipeline.records._quick import Record, positional
 from pipeline.records._trees import register
 from pipeline.tensors import Tensors
 
@@ -23,7 +24,7 @@ _NOTHING: Mapping[str, Any] = {}
 
 
 @attrs.frozen(eq=False)
-class Loss:
+class Loss(Record):
     """A mean over `weight` counted items (tokens, samples), with what else was measured on the way.
 
     Make one with `Loss.mean` or `Loss.sum`. `measures` maps a name to (sum, weight), so that means over a window, an
@@ -92,7 +93,7 @@ def _checked(weight: Scalar, value: Tensor) -> Scalar:
 
 
 @attrs.frozen(eq=False)
-class Window:
+class Window(Record):
     """The micro-batches of one update so far.
 
     Weights count relative to `reference`, that of the window's first micro-batch that has any: a loss scale then
@@ -127,6 +128,8 @@ class Window:
             return 1.0 if weight else 0.0
         return weight / self.reference
 
+
+new_loss, new_window = positional(Loss), positional(Window)
 
 register(Loss)
 register(Window)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -36,7 +36,7 @@ def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.ones((), dtype=dtype, device=device)
 
 
-def backward_into(loss: Tensor, start: Tensor | None, inputs: list[Tensor]) -> None:
+def backward_into(loss: Tensor, start: Tensor | None, inputs: Sequence[Tensor]) -> None:
     """Add the gradients to the `.grad` of `inputs`, starting from `start` or 1.
 
     What `torch.autograd.backward` does, less its checks and its set-up for tracing, which cost as much as a sixth of

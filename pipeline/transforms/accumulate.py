@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import compress
+from operator import attrgetter, is_
 from typing import Any, Literal
 
 import attrs
@@ -11,13 +13,18 @@ from torch import Tensor
 
 from pipeline._checks import whole
 from pipeline.errors import MissingFieldError, SettingError
-from pipeline.records import Frame, Progress, Scalar, TrainState, Window
+from pipeline.records import Frame, Scalar, TrainState, Window
+from pipeline.records.counters import new_progress
+from pipeline.records.state import new_state
+from pipeline.records.window import new_window
 from pipeline.tensors import Tensors
 from pipeline.transforms._gradients import WIDE, add_grads, backward_into, counts_for_nothing, root_of, widened
 from pipeline.transforms._norm import global_norm
 from pipeline.transforms.backward import ScaledBackward
 
 __all__ = ["Accumulate"]
+
+_grad, _dtype, _requires_grad = attrgetter("grad"), attrgetter("dtype"), attrgetter("requires_grad")
 
 
 def _added(a: Scalar, b: Scalar) -> Scalar:
@@ -78,8 +85,9 @@ class Accumulate:
     def count(self, frame: Frame, sums: Tensors) -> Frame:
         """The frame with `sums` in its window, the micro-batch counted, and `ready` when the window is full."""
         state, window, weight = frame.state, frame.state.window, frame.weight
-        relative, reference, loss, probe = window.relative(weight), window.reference, window.loss, 0.0
+        reference, loss, probe = window.reference, window.loss, 0.0
         if not counts_for_nothing(weight):
+            relative = window.relative(weight)
             if reference is None:
                 reference = torch.where(weight > 0, weight, 1.0) if isinstance(weight, Tensor) else weight
             if frame.loss is not None:
@@ -88,7 +96,7 @@ class Accumulate:
         full = window.micro_batches + 1 >= self.every
         if state.loss_scale is not None and not full:  # the last one needs no probe: it is who is left
             probe = global_norm(sums.flat, 1)
-        window = Window(
+        window = new_window(
             sums,
             _added(window.weight, weight.detach() if isinstance(weight, Tensor) else weight),
             reference,
@@ -99,7 +107,7 @@ class Accumulate:
             window.buffers,
         )
         p = state.progress
-        progress = Progress(
+        progress = new_progress(
             p.micro_steps + 1,
             p.updates,
             p.skipped,
@@ -108,7 +116,7 @@ class Accumulate:
             p.tokens + frame.tokens,
             p.skips_in_row,
         )
-        state = TrainState(
+        state = new_state(
             state.params,
             state.buffers,
             state.optimizer,
@@ -142,25 +150,27 @@ class Accumulate:
 
 
 def _closed(frame: Frame) -> Frame:
+    """The frame with a full window, and the factor that makes its sums a mean: 0 where nothing counted."""
     state = frame.state
-    params, sums = state.params, state.window.grads
-    frozen = [n for n in sums.index if n in params.index and not params.flat[params.index[n]].requires_grad]
-    if frozen:
-        left = Tensors((name, sum_) for name, sum_ in sums.items() if name not in frozen)
-        window = attrs.evolve(state.window, grads=left.owned() if sums.is_owned else left)
-        state = attrs.evolve(state, window=window)
-    return _weighed(frame.having(state=state, ready=True))
-
-
-def _weighed(frame: Frame) -> Frame:
-    """The factor that makes the sums a mean: 1 / (relative weight × loss scale), 0 where nothing counted."""
-    weight, scale = frame.state.window.relative_weight, frame.state.loss_scale
+    if not all(map(_requires_grad, state.params.flat)):
+        state = _without_frozen(state)
+    weight, scale = state.window.relative_weight, state.loss_scale
     total = weight if scale is None else weight * scale.scale
     if not isinstance(total, Tensor):
-        return frame.having(update_factor=1.0 / total if total else 0.0)
+        return frame.having(state=state, ready=True, update_factor=1.0 / total if total else 0.0)
     nothing = total == 0
     factor = torch.where(nothing, torch.zeros_like(total), total.reciprocal())
-    return frame.having(update_factor=factor, skip=nothing)
+    return frame.having(state=state, ready=True, update_factor=factor, skip=nothing)
+
+
+def _without_frozen(state: TrainState) -> TrainState:
+    """The state without the sums of those parameters that require no gradient now."""
+    params, sums = dict(state.params), state.window.grads
+    left = {name: total for name, total in sums.items() if name not in params or params[name].requires_grad}
+    if len(left) == len(sums):
+        return state
+    grads = Tensors(left).owned() if sums.is_owned else Tensors(left)
+    return attrs.evolve(state, window=attrs.evolve(state.window, grads=grads))
 
 
 @attrs.frozen
@@ -175,18 +185,24 @@ class _AccumulatedBackward:
     accumulate: Accumulate
 
     def __call__(self, frame: Frame) -> Frame:
-        state = frame.state
-        params, sums = state.params, state.window.grads
-        tensors = [p for p in params.flat if p.requires_grad]
-        in_place = params.is_owned and (sums.is_owned or not sums) and {p.dtype for p in tensors} <= WIDE
-        if not in_place:
+        params, sums = frame.state.params, frame.state.window.grads
+        flat = params.flat
+        tensors = tuple(compress(flat, map(_requires_grad, flat)))
+        if not (params.is_owned and (sums.is_owned or not sums) and WIDE.issuperset(map(_dtype, tensors))):
             return self.accumulate(self.backward(frame))
         if counts_for_nothing(frame.weight):
             return self.accumulate.count(frame, sums)
         loss, start = root_of(frame)
-        before = sums.flat if sums.index is params.index else [sums.get(name) for name in params.index]
-        for param, grad in zip(params.flat, before or [None] * len(params), strict=True):
-            param.grad = grad
-        sums.hand_on(frame.began.updates)  # from here on the window before this micro-batch is stale
+        if not sums:
+            before = (None,) * len(flat)
+        else:
+            before = sums.flat if sums.index is params.index else [sums.get(name) for name in params.index]
+        if not all(map(is_, map(_grad, flat), before)):  # as a rule they are: looking costs half of writing
+            for param, grad in zip(flat, before, strict=True):
+                param.grad = grad
+        sums = sums.owned(frame.began.updates)  # from here on the window before this micro-batch is stale
         backward_into(loss, start, tensors)
-        return self.accumulate.count(frame, params.present([param.grad for param in params.flat]))
+        after = tuple(map(_grad, flat))
+        if not (sums.index is params.index and all(map(is_, after, before))):
+            sums = params.present(after)
+        return self.accumulate.count(frame, sums)

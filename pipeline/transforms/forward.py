@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -119,7 +119,7 @@ class Forward:
                 with torch.autocast(state.params.flat[0].device.type, self.autocast):
                     result, buffers = self._run(frame)
             loss = result if isinstance(result, Loss) else self._plain(result)
-            self._check(loss, frame)
+            self._check(loss.value, state.params.flat, frame)
         except RuntimeError as error:
             self._diagnose(frame, error)
             raise
@@ -201,14 +201,12 @@ class Forward:
             )
         return Loss(value)
 
-    def _check(self, loss: Loss, frame: Frame) -> None:
-        value = loss.value
+    def _check(self, value: Tensor, params: Sequence[Tensor], frame: Frame) -> None:
         if value.ndim:
             got = f"a tensor of shape {tuple(value.shape)}"
             raise LossError(
                 "The loss", "0-d", got, "reduce it with `.mean()`, or `Loss.sum(x.sum(), weight=x.numel())`"
             )
-        params = frame.state.params.flat
         if params and value.device != params[0].device:
             self._diagnose(frame, None)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeline.records import Loss, Scalar
+from pipeline.records.window import new_loss
 from pipeline.transforms._batches import samples_in
 from pipeline.transforms.forward import LossFunction
 
@@ -28,7 +29,7 @@ class _Supervised:
         value = self.loss(output, targets)
         samples = samples_in(batch)
         if self.weight is None and not self.measures:
-            return Loss(value, samples, samples=samples)
+            return new_loss(value, samples, {}, samples, 0, None)
         weight = samples if self.weight is None else self.weight(output, targets)
         if self.measures:
             with torch.no_grad():

@@ -12,10 +12,15 @@ from torch import Tensor
 
 from pipeline.errors import MissingFieldError, SettingError
 from pipeline.records import Frame, OptimizerState, Progress, Scalar, Skipped, TrainState, Window
+from pipeline.records.counters import new_progress
+from pipeline.records.state import new_state
+from pipeline.records.window import new_window
 from pipeline.tensors import Tensors
 from pipeline.transforms._norm import first_non_finite, normalised, sum_norm
 
 __all__ = ["MaybeStep", "UpdateRule"]
+
+_NO_GRADS = Tensors()
 
 
 class UpdateRule(Protocol):
@@ -143,7 +148,7 @@ class MaybeStep:
             if params.is_owned:  # the sums are let go of here, and not when the next window starts
                 for param in params.flat:
                     param.grad = None
-        state = TrainState(
+        state = new_state(
             params,
             buffers,
             optimizer,
@@ -168,8 +173,8 @@ class MaybeStep:
 
 def _counted(p: Progress, applied: bool) -> Progress:
     if applied:
-        return Progress(p.micro_steps, p.updates + 1, p.skipped, p.epoch, p.samples, p.tokens)
-    return Progress(p.micro_steps, p.updates, p.skipped + 1, p.epoch, p.samples, p.tokens, p.skips_in_row + 1)
+        return new_progress(p.micro_steps, p.updates + 1, p.skipped, p.epoch, p.samples, p.tokens, 0)
+    return new_progress(p.micro_steps, p.updates, p.skipped + 1, p.epoch, p.samples, p.tokens, p.skips_in_row + 1)
 
 
 def _why(frame: Frame, window: Window, read: float, counted: bool) -> Skipped:
@@ -210,11 +215,13 @@ def _before(window: Window, buffers: Tensors, update: int) -> Tensors:
 
 def _without_tensors(window: Window) -> Window:
     """What events tell of a window: all but its gradients and buffers, which are let go of."""
-    return Window(
-        weight=window.weight,
-        reference=window.reference,
-        loss=window.loss,
-        measures=window.measures,
-        micro_batches=window.micro_batches,
-        probes=window.probes,
+    return new_window(
+        _NO_GRADS,
+        window.weight,
+        window.reference,
+        window.loss,
+        window.measures,
+        window.micro_batches,
+        window.probes,
+        None,
     )

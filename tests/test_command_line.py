@@ -158,7 +158,7 @@ class TestRefused:
             ("MeanLos", "MeanLos: no monitor is called MeanLos, did you mean MeanLoss?"),
             ("Mean(accuracy)", "no monitor is called accuracy, there are Best, .* A text stands in quotes"),
             ("Mean()", "Mean(): .* missing 1 required positional argument: 'measure'"),
-            ("EarlyStopping('x', patience=0)", "EarlyStopping.patience must be at least 1 evaluation, got 0"),
+            ("EarlyStopping('x', patience=0)", "EarlyStopping.patience must be a whole number, 1 or more, got 0"),
             ("Mean('a'", "write a monitor as in Python, such as EarlyStopping"),
             ("", "write a monitor as in Python"),
             ("3", "3 is no monitor, which has name, init, reduce and result"),

@@ -60,7 +60,7 @@ def root_of(frame: Frame) -> tuple[Tensor, Tensor | None]:
             raise NoGraphError("the model has no parameters")
         frozen = not any(p.requires_grad for p in state.params.flat)
         raise NoGraphError("every parameter is frozen" if frozen else "the loss has no graph")
-    if not state.progress.micro_steps:
+    if type(loss) is not Tensor or not state.progress.micro_steps:  # one that is traced comes once, whatever the count
         _check_graph(loss)
     start = state.window.relative(frame.weight)
     if state.loss_scale is not None:
@@ -73,7 +73,7 @@ def root_of(frame: Frame) -> tuple[Tensor, Tensor | None]:
 def _check_graph(loss: Tensor) -> None:
     """Raise HiddenGraphError for a reentrant checkpoint: with the leaves given to it, autograd passes it over.
 
-    Asked once a run, of the first micro-batch, since it walks the whole graph.
+    Asked of the first micro-batch alone, since it walks the whole graph.
     """
     seen, to_see = set[Any](), [loss.grad_fn]
     while to_see:

@@ -6,8 +6,9 @@ Names are handed out lazily, so that `import pipeline.monitors` imports no torch
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from pipeline._lazy import handing_out
 
 if TYPE_CHECKING:
     from pipeline import checkpoint, errors, events, monitors, schedules, sinks, stream, testing
@@ -176,15 +177,7 @@ _HOMES = {
     ),
     "until": ("Epochs", "MicroBatches", "Seconds", "SkipsInRow", "Tokens", "Updates"),
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME_OF:
-        return getattr(importlib.import_module(f"pipeline.{_HOME_OF[name]}"), name)
-    if name in __all__:
-        return importlib.import_module(f"pipeline.{name}")
-    raise AttributeError(f"module 'pipeline' has no attribute {name!r}")
+__getattr__ = handing_out(__name__, _HOMES, __all__)
 
 
 def __dir__() -> list[str]:

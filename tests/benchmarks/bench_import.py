@@ -1,8 +1,8 @@
 """What importing costs: the monitors and the events where no torch is needed (bar: 100 ms), and the rest behind torch.
 
 Each in a fresh interpreter, which times itself: wall time and processor time, the least of the rounds, so that what
-else the machine does is left out. A good part of the first is attrs', which is shown apart. `import pipeline` by itself
-(bar: 100 ms beyond torch) imports nothing yet: names are handed out as they are asked for. `fold` brings almost all.
+else the machine does is left out. A good part of the first is attrs', which is shown apart. Names are handed out as
+they are asked for: `import pipeline` (bar: 100 ms beyond torch) imports nothing yet, and `fold` brings almost all.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ def main() -> None:
         ("import attrs", ""),
         ("import pipeline.events", ""),
         ("import pipeline.monitors, pipeline.events", ""),
+        ("from pipeline.monitors import *", ""),
         ("import pipeline", "import torch"),
         ("from pipeline import fold", "import torch"),
     ):

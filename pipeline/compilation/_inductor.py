@@ -1,0 +1,54 @@
+"""Inductor over a graph that is known to be what it takes: no autograd, no views of inputs among the outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, _guards
+from torch._functorch import config as functorch_config
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch.fx import GraphModule
+
+from pipeline.compilation._backend import Call
+
+__all__ = ["through_inductor"]
+
+_ALWAYS: Mapping[str, Any] = {
+    "fallback_random": True,  # dropout draws the masks that it draws uncompiled
+    "size_asserts": False,  # a graph is only given what its conditions hold for
+}
+_OF_THE_SMALL: Mapping[str, Any] = {"cpp_wrapper": True}
+_SMALL = 300
+"""Operations in a graph up to which, on the CPU, what calls its kernels is compiled too: it costs as much as they do.
+
+In larger ones it would gain little, and its compilation take minutes.
+"""
+
+
+def through_inductor(graph: GraphModule, inputs: Sequence[Tensor], options: Mapping[str, Any]) -> Call:
+    """The graph through inductor, without what torch puts around it for callers who know less of their inputs."""
+    kept: list[tuple[GraphModule, Any]] = []
+
+    def keep(module: GraphModule, given: Sequence[Tensor], **more: Any) -> Any:
+        kept.append((module, compile_fx_inner(module, given, **more)))
+        return kept[-1][1]
+
+    outputs = _outputs(graph)
+    is_small = len(graph.graph.nodes) <= _SMALL and all(value.device.type == "cpu" for value in inputs)
+    settings = {**_ALWAYS, **(_OF_THE_SMALL if is_small else {}), **options}
+    mode: Any = inputs[0].fake_mode  # pyright: ignore[reportAttributeAccessIssue]
+    with (
+        _guards.tracing(_guards.TracingContext(mode)),
+        functorch_config.patch(enable_autograd_cache=False),  # it would keep the whole, where the inside is wanted
+        torch.no_grad(),
+    ):
+        whole: Any = compile_fx(graph, list(inputs), inner_compile=keep, config_patches=settings)
+    if len(kept) == 1 and _outputs(kept[0][0]) == outputs:
+        return kept[0][1].current_callable
+    return lambda given: whole(*given)
+
+
+def _outputs(graph: GraphModule) -> int:
+    return len(graph.graph.output_node().args[0])  # pyright: ignore[reportArgumentType]

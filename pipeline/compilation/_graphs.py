@@ -339,4 +339,4 @@ def _reason(error: PartError) -> str:
 
 def _first_line(error: BaseException | None) -> str:
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__

@@ -196,5 +196,32 @@ def compiled(
     limit: int = 16,
     options: Mapping[str, Any] | None = None,
 ) -> Compiled:
-    """`step` with its parts compiled."""
+    """`step` with its parts run as graphs of tensor operations: one while a window is open, one where it is full.
+
+    Put into graphs: what stands before Accumulate and that, forward and backward in one; and what stands behind it up
+    to MaybeStep. Left as they are: EmitEvents, `tap`, what comes behind MaybeStep, the `finish` of a stream, the first
+    update, which makes the optimizer's state; and, with more than 32 parameters, an optimizer with a fused kernel or
+    compiled by itself, and a ClipByGlobalNorm directly before it. Any other part that cannot be in a graph runs as it
+    is, with one EagerPartWarning that says why; so does one whose result is needed where no graph can give it.
+
+    Inputs of a graph, which may change without another one: the tensors of the state and of the batch, the counters,
+    rates and other scheduled settings, the loss scale, weights, and numbers in a batch. What a graph is made for: the
+    shapes and kinds of tensors, the form of the batch, strings and flags in it, which parameters are trained, the
+    modes of the modules, autocast, and which way the code went where a number decided. A frame that differs in these
+    gets a graph of its own, and `graphs` says why each was made.
+
+    Random numbers are drawn as the step itself draws them, by seed and micro-step. The step's numbers are those of the
+    step itself but for rounding: within 1e-5 relative over a hundred updates.
+
+    Args:   step: any transform; a chain is taken apart.
+            backend: "inductor" makes code and keeps it on disk for the next start; "eager" runs the graphs as they
+            are, to see what becomes of a step without waiting for a compiler; or a function of a graph and of inputs
+            like those to come, as for `torch.compile`.
+            dynamic: which sizes in a batch are inputs: None, those that have been seen to change; True, all; False,
+            none.
+            limit: graphs that may be made of the same parts; what none of these serves then runs as it is, with a
+            warning.
+            options: settings of inductor, as for `torch.compile(options=...)`.
+    Raises: SettingError, when built, for any other backend, dynamic or limit.
+    """
     return Compiled(chain(step), backend, dynamic, limit, dict(options or {}))

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, _guards
 from torch._functorch import config as functorch_config
+from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.fx import GraphModule
 
 from pipeline.compilation._backend import Call
 
-__all__ = ["through_inductor"]
+__all__ = ["known_options", "through_inductor"]
 
 _ALWAYS: Mapping[str, Any] = {
     "fallback_random": True,  # dropout draws the masks that it draws uncompiled
@@ -48,6 +49,11 @@ def through_inductor(graph: GraphModule, inputs: Sequence[Tensor], options: Mapp
     if len(kept) == 1 and _outputs(kept[0][0]) == outputs:
         return kept[0][1].current_callable
     return lambda given: whole(*given)
+
+
+def known_options() -> frozenset[str]:
+    """The names that `options` may hold."""
+    return frozenset(config.get_config_copy())
 
 
 def _outputs(graph: GraphModule) -> int:

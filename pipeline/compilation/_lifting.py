@@ -30,6 +30,7 @@ Free = Callable[[str, Sequence[int]], frozenset[int]]
 
 _FROM_THE_LOOP = ("state", "batch", "began", "time", "waited")
 _OF_ONE_KIND = frozenset({"f.began", "f.state.progress", "f.state.rng"})
+_KINDS_OF = "the names and shapes of "
 _CONSTANTS = (type(None), bool, str, bytes, enum.Enum)
 _LASTING = (torch.dtype, torch.device, type, nn.Module)
 """What is the same object in each step, if it is the same at all; functions too."""
@@ -119,7 +120,7 @@ class Lifting:
         return lifted
 
     def _ask(self, code: str, expected: Any, about: str) -> None:
-        is_lasting = about.startswith(("state", "the names"))
+        is_lasting = about.removeprefix(_KINDS_OF).startswith("state")
         self.conditions.append(Condition(code, expected, about, is_lasting))
 
     # -- the records ----------------------------------------------------------------------------------------------
@@ -167,7 +168,7 @@ class Lifting:
         fakes = [self._fake(t, Input(path, place)) for place, t in enumerate(tensors.flat)]
         kinds = self.source.name(_Kinds(tensors))
         code = f"({path}._values is {kinds}.known or {kinds}({path}))"
-        self._ask(code, True, f"the names and shapes of {path.removeprefix('f.')}")
+        self._ask(code, True, f"{_KINDS_OF}{path.removeprefix('f.')}")
         lifted = Tensors.over(tensors, fakes)
         self.records[path] = lifted
         return self._put(lifted, path)

@@ -153,7 +153,8 @@ class Number:
     def _refuse(self, *_: Any) -> NoReturn:
         raise Untraceable(f"it needs the value of {self.code.removeprefix('f.')}, which is another one in each step")
 
-    __float__ = __int__ = __index__ = __str__ = __format__ = __hash__ = _refuse  # pyright: ignore[reportAssignmentType]
+    # `float` and `int` ask for `__index__` where there is nothing else; checks of what is a number do not.
+    __index__ = __str__ = __format__ = __hash__ = _refuse  # pyright: ignore[reportAssignmentType]
 
     def __repr__(self) -> str:
         return f"Number({self.code})"

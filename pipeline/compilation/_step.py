@@ -12,7 +12,7 @@ from pipeline._checks import whole
 from pipeline._declared import fields, name_of
 from pipeline._models import models_in
 from pipeline.combinators import _Tap  # pyright: ignore[reportPrivateUsage]
-from pipeline.compilation._backend import Backend
+from pipeline.compilation._backend import Backend, known_options
 from pipeline.compilation._graph import Graph
 from pipeline.compilation._graphs import Graphs, OfMicroBatches, OfUpdates, OfWindows, Settings
 from pipeline.compilation._stepping import has_its_own_kernel
@@ -139,6 +139,8 @@ class Compiled:
         if self.dynamic not in (None, True, False):
             raise SettingError("compiled(dynamic)", "True, False or None", self.dynamic)
         whole("compiled(limit)", self.limit)
+        if self.options:
+            _check_options(self.options, self.backend)
         settings = Settings(self.backend, self.dynamic, self.limit, self.options)
         object.__setattr__(self, "_segments", _Segments(self.inner.transforms, settings))
 
@@ -186,6 +188,15 @@ class Compiled:
 
     def __repr__(self) -> str:
         return f"compiled({self.inner!r})"
+
+
+def _check_options(options: Mapping[str, Any], backend: str | Backend) -> None:
+    if backend != "inductor":
+        raise SettingError("compiled(options)", "left out: only inductor has options", dict(options))
+    unknown = [name for name in options if name not in known_options()]
+    if unknown:
+        expected = "settings of torch._inductor.config, such as 'max_autotune'"
+        raise SettingError("compiled(options)", expected, unknown[0])
 
 
 def compiled(

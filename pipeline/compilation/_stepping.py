@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -133,14 +134,14 @@ def _as_traced(rule: UpdateRule, lifting: Lifting, updates: Any) -> UpdateRule:
 
 
 def _scheduled(lifting: Lifting, schedule: Callable[[int], Any], updates: Any) -> Callable[[int], Any]:
-    """A schedule that gives what `schedule` gives in each update, as numbers of the trace."""
+    """A schedule that gives what `schedule` gives in each update, as a number of the trace."""
     code, now = f"{lifting.source.name(schedule)}({updates.code})", schedule(updates.value)
-    if not isinstance(now, (tuple, list)):
-        number = Number(lifting.ledger, code, now)
-        return lambda _: number
-    values: list[Any] = list(now)  # pyright: ignore[reportUnknownArgumentType]
-    numbers = tuple(Number(lifting.ledger, f"{code}[{i}]", value) for i, value in enumerate(values))
-    return lambda _: numbers
+    if not isinstance(now, (int, float)):
+        raise Untraceable(f"a setting of the optimizer is scheduled as a {type(now).__name__}, not as a number")
+    if not lifting.ledger.decide(f"math.isfinite({code})", math.isfinite(now)):
+        raise Untraceable("a setting of the optimizer is scheduled as a number that is not finite")
+    number = Number(lifting.ledger, code, now)
+    return lambda _: number
 
 
 def with_plain_optimizer(frame: Frame) -> Frame:

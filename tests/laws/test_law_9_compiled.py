@@ -14,7 +14,6 @@ from pipeline import (
     ClipByGlobalNorm,
     EmitEvents,
     Forward,
-    Frame,
     LossScale,
     MaybeStep,
     MicroBatches,
@@ -29,11 +28,10 @@ from pipeline import (
 )
 from pipeline._publication import settle
 from pipeline.events import Event
-from pipeline.testing import assert_donation_safe, assert_pure, assert_records_equal
-from pipeline.transform import Chain, Transform
-from tests.laws.cases import IN, MODELS, make_batch, make_batches, make_model, make_step
+from pipeline.testing import assert_records_equal
+from pipeline.transform import Transform
+from tests.laws.cases import IN, TRACEABLE, make_batches, make_model, make_step
 
-TRACEABLE = [name for name in MODELS if name != "unused"]  # its forward looks at a value
 SCALE = LossScale(scale=2.0**12, interval=20)
 
 
@@ -97,24 +95,6 @@ def test_in_place_and_copying_are_the_same() -> None:
     for name in ("batchnorm", "dropout", "tied"):
         ends = [both(name, make_batches(9), donate=donate)[0][0] for donate in (True, False)]
         assert_records_equal(ends[0], ends[1], what=name)
-
-
-def _one(name: str, seed: int) -> tuple[Chain, Frame]:
-    """A compiled step that has its graphs, and a frame for it."""
-    model = make_model(name, seed)
-    step = compiled(make_step(model, 1), backend="eager")
-    state, _ = events_of(step, init(step, model, seed=seed), make_batches(3))
-    return chain(step), Frame(state, make_batch(seed))
-
-
-@pytest.mark.parametrize("name", TRACEABLE)
-def test_a_compiled_step_is_pure_and_safe_to_donate_to(name: str) -> None:
-    def detached(frame: Frame) -> Frame:
-        return frame.having(loss=None)
-
-    step, frame = _one(name, 1)
-    assert_pure(chain(step, detached), frame)
-    assert_donation_safe(chain(step, detached), frame)
 
 
 def test_bad_windows_change_nothing_and_are_told_of_in_the_same_words() -> None:

@@ -20,10 +20,10 @@ from pipeline.compilation._numbers import Untraceable
 from pipeline.compilation._source import Source
 from pipeline.compilation._stepping import NotYetError, Stepping, with_plain_optimizer
 from pipeline.compilation._tracing import PartError, Traced, run, trace
-from pipeline.compilation._window import Form, Gathering, contents
+from pipeline.compilation._window import Form, Gathering, contents, supposed
 from pipeline.records import Frame, Scalar, TrainState
 from pipeline.transform import Transform, chain
-from pipeline.transforms import Accumulate, MaybeStep
+from pipeline.transforms import Accumulate, MaybeStep, ScaledBackward
 
 __all__ = ["Graphs", "Listener", "OfMicroBatches", "OfUpdates", "OfWindows", "Settings"]
 
@@ -252,33 +252,36 @@ class OfMicroBatches(Graphs):
         return working
 
     def _of_a_new_window(self, frame: Frame) -> tuple[Working, Frame]:
-        """A graph for windows of a form that is known, if this micro-batch begins such a one, or of a new form."""
-        form = self._forms[-1] if self._forms else self._form_after(frame)
-        lifting = self._lifted(form.begin(frame))
+        """A graph for windows of the form that is known or supposed, if this micro-batch begins one, or of its own."""
         began = time.perf_counter()
+        form = self._forms[-1] if self._forms else self._form_after(frame, supposed)
+        lifting = self._lifted(form.begin(frame))
         traced = self._traced(lifting)
         if not self._gathering.fits(form.contents):
             form = self._form_after(frame)
             lifting = self._lifted(form.begin(frame))
             traced = self._traced(lifting)
+        if form not in self._forms:
+            self._forms.append(form)
         begun = form.begin(frame)
         working = self._compiled(lifting, traced, begun, time.perf_counter() - began)
         working.form = form
         form.take(begun.state.window.grads)
         return working, begun
 
-    def _form_after(self, frame: Frame) -> Form:
-        """The form of the window that this micro-batch begins, from a rehearsal without numbers."""
+    def _form_after(self, frame: Frame, backward: Transform | None = None) -> Form:
+        """The form of the window that this micro-batch begins, from a rehearsal without numbers.
+
+        `backward` takes the place of ScaledBackward in it, which takes as long as all else together.
+        """
         lifting = self._lifted(frame)
+        parts = [backward if backward and isinstance(part, ScaledBackward) else part for part in self._to_trace()]
         try:
-            window = run(self._to_trace(), lifting).state.window
+            window = run(parts, lifting).state.window
         except PartError as error:
             raise _FailedError([self.parts[error.place]], _reason(error)) from error
         found = next((form for form in self._forms if form.is_of(window)), None)
-        if found is None:
-            found = Form(window, frame.state.params.flat[0].device)
-            self._forms.append(found)
-        return found
+        return found or Form(window, frame.state.params.flat[0].device)
 
     def _to_trace(self) -> Sequence[Transform]:
         return [*self.parts[:-1], self._gathering]

@@ -22,14 +22,35 @@ _ALWAYS: Mapping[str, Any] = {
 }
 _OF_THE_SMALL: Mapping[str, Any] = {"cpp_wrapper": True}
 _SMALL = 300
-"""Operations in a graph up to which, on the CPU, what calls its kernels is compiled too: it costs as much as they do.
+"""Operations in a graph up to which what is around its kernels counts.
 
-In larger ones it would gain little, and its compilation take minutes.
+On the CPU what calls them is then compiled too, and what torch puts around the whole, for callers who know less of
+their inputs, is left away. In larger ones this would gain little, and compiling the calls take minutes; but to get to
+their kernels takes long itself, so that the whole is kept on disk, and not the kernels alone.
 """
 
 
 def through_inductor(graph: GraphModule, inputs: Sequence[Tensor], options: Mapping[str, Any]) -> Call:
-    """The graph through inductor, without what torch puts around it for callers who know less of their inputs."""
+    """The graph through inductor."""
+    is_small = len(graph.graph.nodes) <= _SMALL
+    is_on_cpu = all(value.device.type == "cpu" for value in inputs)
+    settings = {**_ALWAYS, **(_OF_THE_SMALL if is_small and is_on_cpu else {}), **options}
+    mode: Any = inputs[0].fake_mode  # pyright: ignore[reportAttributeAccessIssue]
+    with (
+        _guards.tracing(_guards.TracingContext(mode)),
+        functorch_config.patch(enable_autograd_cache=not is_small),
+        torch.no_grad(),
+    ):
+        return (_inside if is_small else _whole)(graph, list(inputs), settings)
+
+
+def _whole(graph: GraphModule, inputs: list[Tensor], settings: Mapping[str, Any]) -> Call:
+    call: Any = compile_fx(graph, inputs, config_patches=dict(settings))
+    return lambda given: call(*given)
+
+
+def _inside(graph: GraphModule, inputs: list[Tensor], settings: Mapping[str, Any]) -> Call:
+    """The kernels alone, where they give what the graph does."""
     kept: list[tuple[GraphModule, Any]] = []
 
     def keep(module: GraphModule, given: Sequence[Tensor], **more: Any) -> Any:
@@ -37,15 +58,7 @@ def through_inductor(graph: GraphModule, inputs: Sequence[Tensor], options: Mapp
         return kept[-1][1]
 
     outputs = _outputs(graph)
-    is_small = len(graph.graph.nodes) <= _SMALL and all(value.device.type == "cpu" for value in inputs)
-    settings = {**_ALWAYS, **(_OF_THE_SMALL if is_small else {}), **options}
-    mode: Any = inputs[0].fake_mode  # pyright: ignore[reportAttributeAccessIssue]
-    with (
-        _guards.tracing(_guards.TracingContext(mode)),
-        functorch_config.patch(enable_autograd_cache=False),  # it would keep the whole, where the inside is wanted
-        torch.no_grad(),
-    ):
-        whole: Any = compile_fx(graph, list(inputs), inner_compile=keep, config_patches=settings)
+    whole: Any = compile_fx(graph, inputs, inner_compile=keep, config_patches=dict(settings))
     if len(kept) == 1 and _outputs(kept[0][0]) == outputs:
         return kept[0][1].current_callable
     return lambda given: whole(*given)

@@ -12,10 +12,10 @@ from torch import Tensor
 from pipeline.compilation._numbers import Number
 from pipeline.records import Frame, Scalar, TrainState, Window
 from pipeline.tensors import Tensors
-from pipeline.transforms._gradients import counts_for_nothing
+from pipeline.transforms._gradients import counts_for_nothing, trainable
 from pipeline.transforms.accumulate import Accumulate
 
-__all__ = ["Form", "Gathering", "TracedWindow", "contents"]
+__all__ = ["Form", "Gathering", "TracedWindow", "contents", "supposed"]
 
 
 @attrs.frozen(eq=False)
@@ -67,6 +67,12 @@ class Gathering:
     def fits(self, held: tuple[set[str], set[str]]) -> bool:
         """Whether what was added last is all that a window holds, so that it might have begun it."""
         return self._added == [held]
+
+
+def supposed(frame: Frame) -> Frame:
+    """In the place of ScaledBackward: gradients of no value for every parameter that is trained."""
+    names, params = trainable(frame.state.params)
+    return frame.having(grads=Tensors((name, torch.empty_like(p)) for name, p in zip(names, params, strict=True)))
 
 
 def contents(window: Window) -> tuple[set[str], set[str]]:

@@ -224,6 +224,12 @@ def test_a_size_that_has_changed_becomes_an_input() -> None:
     assert_records_equal(state, expected, rtol=1e-5)
 
 
+def test_a_size_of_one_is_a_case_of_its_own() -> None:
+    step, state, expected = both(usual, lengths(4, 6, 1, 1, 3, 9), settings={"dynamic": True})
+    assert len(step.graphs) == 3
+    assert_records_equal(state, expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize(("dynamic", "graphs"), [(True, 1), (False, 4)])
 def test_sizes_are_inputs_from_the_start_or_never(dynamic: bool, graphs: int) -> None:
     settings = {"dynamic": dynamic}
@@ -449,6 +455,32 @@ def test_sparse_gradients_are_summed_as_they_are() -> None:
         return fold(step, init(step, model), batches).state
 
     assert_records_equal(run(is_compiled=True), run(is_compiled=False), rtol=1e-5)
+
+
+class Opaque:
+    """Something that nobody can look into."""
+
+
+@pytest.mark.parametrize(
+    ("thing", "reason"),
+    [
+        (
+            Opaque,
+            r"batch\[2\] is a Opaque, which cannot be looked into: make it a tensor",
+        ),
+        (lambda: torch.eye(2).to_sparse(), r"batch\[2\] is a sparse tensor"),
+    ],
+    ids=["object", "sparse"],
+)
+def test_what_a_graph_cannot_take_in_a_batch_leaves_its_parts_as_they_are(thing: Any, reason: str) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    batches = [(*batch, thing()) for batch in make_batches(6)]
+    with pytest.warns(EagerPartWarning, match=f"^Forward, ScaledBackward and Accumulate in a .*: {reason}"):
+        step, state, expected = both(lambda model: usual(model, loss=loss), batches)
+    assert [graph.parts for graph in step.graphs] == [("MaybeStep",)]
+    assert_records_equal(state, expected, rtol=1e-5)
 
 
 def test_many_parameters_keep_the_optimizers_own_kernel() -> None:

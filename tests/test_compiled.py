@@ -38,6 +38,7 @@ from pipeline import (
     MeasureGradients,
     MeasureNoise,
     MeasureUpdates,
+    MicroBatches,
     Optimizer,
     PenaliseL1,
     PenaliseL2,
@@ -55,6 +56,7 @@ from pipeline import (
     init,
     monitors,
     named,
+    scan,
     supervised,
     tap,
     when,
@@ -351,6 +353,31 @@ def test_a_step_in_a_wrapper_runs_as_it_is() -> None:
     assert_records_equal(state, expected, rtol=1e-5)
 
 
+class HalfUsed(nn.Module):
+    """A model with a layer that its forward leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.left_out = nn.Linear(IN, OUT), nn.Linear(IN, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+def test_a_parameter_that_the_loss_does_not_use_has_no_sum() -> None:
+    ends: list[tuple[Any, TrainState]] = []
+    for wrap in (lambda step: compiled(step, backend="eager"), lambda step: step):
+        model = HalfUsed()
+        for param in model.parameters():
+            nn.init.constant_(param, 0.1)
+        step = wrap(usual(model, ClipByGlobalNorm(0.5), every=3))
+        ends.append((step, fold(step, init(step, model), make_batches(8), until=MicroBatches(8)).state))
+    (step, state), (_, expected) = ends
+    assert set(state.optimizer.tensors) == set(expected.optimizer.tensors)
+    assert_records_equal(state, expected, rtol=1e-5)
+    assert len(step.graphs) == 2
+
+
 def test_groups_have_rates_and_settings_of_their_own() -> None:
     def make(model: nn.Module) -> Chain:
         groups = [Group("0.*", lr=lambda count: 0.1 / (1 + count)), Group("*.bias", lr=0.02, weight_decay=0.0)]
@@ -520,6 +547,20 @@ def test_evaluations_between_change_nothing() -> None:
     assert run.results["Best val_loss"] is not None
     assert len(step.graphs) == 2
     assert_records_equal(run.state, plain)
+
+
+def test_one_compiled_step_serves_two_runs_whose_windows_are_open_at_once() -> None:
+    def run(*, is_compiled: bool) -> list[TrainState]:
+        model = make_model("mlp")
+        step: Any = make_step(model, 3)
+        step = compiled(step, backend="eager") if is_compiled else step
+        states = [init(step, make_model("mlp", seed), seed=seed) for seed in (1, 2)]
+        runs = [scan(step, state, make_batches(9)) for state in states]
+        for _ in range(9):
+            states = [next(run)[0] for run in runs]
+        return states
+
+    assert_records_equal(run(is_compiled=True), run(is_compiled=False), rtol=1e-5)
 
 
 def test_a_compiled_step_is_part_of_a_chain() -> None:

@@ -668,7 +668,8 @@ from pipeline import Accumulate, Forward, MaybeStep, Optimizer, ScaledBackward, 
 model = torch.nn.Linear(2, 3)
 loss = supervised(torch.nn.functional.mse_loss)
 rule = Optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
-step = compiled(chain(Forward(model, loss), ScaledBackward(), Accumulate(), MaybeStep(rule)))
+step = chain(Forward(model, loss), ScaledBackward(), Accumulate(), MaybeStep(rule))
+step = compiled(step, options={"cpp_wrapper": False})  # quicker to compile
 fold(step, init(step, model), [(torch.ones(4, 2), torch.ones(4, 3))] * 3)
 from torch._dynamo.utils import counters
 print(len(step.graphs), counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"])

@@ -8,24 +8,22 @@ from typing import Any, Protocol
 
 import attrs
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from pipeline._declared import fields, name_of
+from pipeline._declared import name_of
 from pipeline._models import models_in
 from pipeline.compilation._backend import Backend, compile_graph
 from pipeline.compilation._graph import Graph, Working
 from pipeline.compilation._lifting import Condition, Lifting
 from pipeline.compilation._numbers import Untraceable
 from pipeline.compilation._source import Source
-from pipeline.compilation._stepping import NotYetError, Stepping, with_plain_optimizer
-from pipeline.compilation._tracing import PartError, Traced, run, trace
-from pipeline.compilation._window import Form, Gathering, contents, supposed
-from pipeline.records import Frame, Scalar, TrainState
+from pipeline.compilation._stepping import NotYetError, Stepping
+from pipeline.compilation._tracing import PartError, Traced, trace
+from pipeline.compilation._window import Form
+from pipeline.records import Frame
 from pipeline.transform import Transform, chain
-from pipeline.transforms import Accumulate, MaybeStep, ScaledBackward
 
-__all__ = ["Graphs", "Listener", "OfMicroBatches", "OfUpdates", "OfWindows", "Settings"]
+__all__ = ["FailedError", "Graphs", "Listener", "Settings", "reason_of"]
 
 
 @attrs.frozen
@@ -50,7 +48,7 @@ class Listener(Protocol):
         ...
 
 
-class _FailedError(Exception):
+class FailedError(Exception):
     """No graph could be made: which parts are to run as they are, and why."""
 
     def __init__(self, parts: Sequence[Transform], reason: str) -> None:
@@ -84,7 +82,7 @@ class Graphs:
         """What the graph that serves the frame makes of it, or the parts as they are."""
         try:
             working, begun = self._found(frame)
-        except _FailedError as failed:
+        except FailedError as failed:
             after = self._as_they_are(frame)  # an error of the user's own comes out here
             self._listener.fell_back(failed.parts, failed.reason)
             return after
@@ -119,11 +117,11 @@ class Graphs:
         writes = self._as_they_are.writes
         if torch.is_grad_enabled() and "loss" in writes and "grads" not in writes:
             reason = "the loss would leave the graph before its gradients are taken; compile ScaledBackward with it"
-            raise _FailedError(self.parts, reason)
+            raise FailedError(self.parts, reason)
         try:
             return Lifting(frame, Source(), self._free, self.unseen)
         except Untraceable as error:
-            raise _FailedError(self.parts, str(error)) from error
+            raise FailedError(self.parts, str(error)) from error
 
     def _traced(self, lifting: Lifting) -> Traced:
         try:
@@ -131,9 +129,9 @@ class Graphs:
         except PartError as error:
             if isinstance(error.__cause__, NotYetError):
                 raise error.__cause__ from None
-            raise _FailedError([self.parts[error.place]], _reason(error)) from error
+            raise FailedError([self.parts[error.place]], reason_of(error)) from error
         except Untraceable as error:
-            raise _FailedError(self.parts, str(error)) from error
+            raise FailedError(self.parts, str(error)) from error
 
     def _to_trace(self) -> Sequence[Transform]:
         return self.parts
@@ -146,7 +144,7 @@ class Graphs:
             call = compile_graph(traced.graph, given, self._settings.backend, self._settings.options)
         except Exception as error:
             reason = f"{self._settings.backend} cannot compile their graph ({_first_line(error)})"
-            raise _FailedError(self.parts, reason) from error
+            raise FailedError(self.parts, reason) from error
         names = tuple(map(name_of, self.parts))
         about = Graph(names, self._why(frame), seconds, time.perf_counter() - began)
         working = Working(lifting, traced, call, self._modes(frame, lifting.source), about)
@@ -190,150 +188,7 @@ class Graphs:
         raise _LimitError
 
 
-class OfMicroBatches(Graphs):
-    """Parts that end with Accumulate: one graph for the micro-batch that begins a window and for those that follow.
-
-    Whether the window is full is for the host to say, so that this is no matter of the graph either.
-    """
-
-    def __init__(self, parts: Sequence[Transform], accumulate: Accumulate, settings: Settings, listener: Listener):
-        super().__init__(parts, settings, listener)
-        self._gathering = Gathering(accumulate)
-        self._closing = attrs.evolve(accumulate, at_end="flush")
-        self._forms: list[Form] = []
-        self._lent: tuple[Form, tuple[Tensor, ...]] | None = None
-        self._last: Working | None = None
-        self._left: TrainState | None = None
-
-    def __call__(self, frame: Frame) -> Frame:
-        self._lent = None
-        frame = self._through(frame)
-        state = self._left = frame.state
-        if not frame.ready and state.window.micro_batches >= self._closing.every:
-            frame = self._closing.finish(frame)
-            sums = frame.state.window.grads
-            form = next((form for form in self._forms if form.has_made(sums)), None) if sums.is_owned else None
-            self._lent = None if form is None else (form, sums.flat)
-        return frame
-
-    def ended(self, frame: Frame) -> None:
-        """Where the window has ended too, its memory serves the next one."""
-        if self._lent is not None and not frame.state.window.micro_batches:
-            form, sums = self._lent
-            form.give_back(sums)
-
-    def _found(self, frame: Frame) -> tuple[Working, Frame]:
-        if frame.state is self._left and self._last is not None and self._last.goes_on(frame):
-            return self._last, frame
-        self._last = None
-        working, frame = self._sought(frame)
-        self._last = working if working.form is not None else None
-        return working, frame
-
-    def _sought(self, frame: Frame) -> tuple[Working, Frame]:
-        if frame.state.window.micro_batches:
-            return self._serving(frame) or self._of_an_open_window(frame), frame
-        for form in self._forms:
-            begun = form.begin(frame)
-            working = self._serving(begun, form)
-            if working is not None:
-                form.take(begun.state.window.grads)
-                return working, begun
-        return self._of_a_new_window(frame)
-
-    def _of_an_open_window(self, frame: Frame) -> Working:
-        working = self._made(frame)
-        window = frame.state.window
-        if self._gathering.fits(contents(window)):
-            working.form = next((form for form in self._forms if form.is_of(window)), None)
-            if working.form is None:
-                working.form = Form(window, frame.state.params.flat[0].device)
-                self._forms.append(working.form)
-        return working
-
-    def _of_a_new_window(self, frame: Frame) -> tuple[Working, Frame]:
-        """A graph for windows of the form that is known or supposed, if this micro-batch begins one, or of its own."""
-        began = time.perf_counter()
-        form = self._forms[-1] if self._forms else self._form_after(frame, supposed)
-        lifting = self._lifted(form.begin(frame))
-        traced = self._traced(lifting)
-        if not self._gathering.fits(form.contents):
-            form = self._form_after(frame)
-            lifting = self._lifted(form.begin(frame))
-            traced = self._traced(lifting)
-        if form not in self._forms:
-            self._forms.append(form)
-        begun = form.begin(frame)
-        working = self._compiled(lifting, traced, begun, time.perf_counter() - began)
-        working.form = form
-        form.take(begun.state.window.grads)
-        return working, begun
-
-    def _form_after(self, frame: Frame, backward: Transform | None = None) -> Form:
-        """The form of the window that this micro-batch begins, from a rehearsal without numbers.
-
-        `backward` takes the place of ScaledBackward in it, which takes as long as all else together.
-        """
-        lifting = self._lifted(frame)
-        parts = [backward if backward and isinstance(part, ScaledBackward) else part for part in self._to_trace()]
-        try:
-            window = run(parts, lifting).state.window
-        except PartError as error:
-            raise _FailedError([self.parts[error.place]], _reason(error)) from error
-        found = next((form for form in self._forms if form.is_of(window)), None)
-        return found or Form(window, frame.state.params.flat[0].device)
-
-    def _to_trace(self) -> Sequence[Transform]:
-        return [*self.parts[:-1], self._gathering]
-
-
-class OfWindows(Graphs):
-    """Parts behind Accumulate: a graph for full windows, whatever their batches were like."""
-
-    unseen = frozenset({"batch", "loss", "measures", "optimizer", "output"})
-
-    def __init__(self, parts: Sequence[Transform], settings: Settings, listener: Listener) -> None:
-        super().__init__(parts, settings, listener)
-        self._waits = all("ready" in fields(part, "reads") for part in parts)
-
-    def __call__(self, frame: Frame) -> Frame:
-        if frame.ready:
-            return self._through(frame)
-        return frame if self._waits else self._as_they_are(frame)
-
-
-class OfUpdates(OfWindows):
-    """Parts behind Accumulate that end with the step."""
-
-    unseen = OfWindows.unseen - {"optimizer"}
-
-    def __init__(self, parts: Sequence[Transform], step: MaybeStep, settings: Settings, listener: Listener) -> None:
-        super().__init__(parts, settings, listener)
-        self._ending = self._stepping = Stepping(step)
-
-    def __call__(self, frame: Frame) -> Frame:
-        state = frame.state
-        if not frame.ready:
-            return super().__call__(frame)
-        nothing = not state.window.grads or _is_zero(frame.update_factor)
-        if nothing or not (state.progress.updates or state.optimizer.tensors):
-            return self._as_they_are(frame)  # the first update makes the optimizer's state
-        frame = with_plain_optimizer(frame)
-        try:
-            made = self._through(frame)
-        except NotYetError:
-            return self._as_they_are(frame)
-        return made if isinstance(made, Frame) else self._stepping.settled(frame, *made)
-
-    def _to_trace(self) -> Sequence[Transform]:
-        return self.parts[:-1]
-
-
-def _is_zero(factor: Scalar) -> bool:
-    return isinstance(factor, float) and factor == 0.0
-
-
-def _reason(error: PartError) -> str:
+def reason_of(error: PartError) -> str:
     cause = error.__cause__
     if isinstance(cause, (DataDependentOutputException, DynamicOutputShapeException)):
         return "it looks at the value of a tensor"

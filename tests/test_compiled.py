@@ -47,6 +47,7 @@ from pipeline import (
     SharpnessAware,
     SkipSpikes,
     TrainState,
+    UpdateInBackward,
     apply,
     chain,
     compiled,
@@ -56,6 +57,8 @@ from pipeline import (
     init,
     monitors,
     named,
+    part,
+    repeat,
     scan,
     supervised,
     tap,
@@ -351,6 +354,65 @@ def test_a_step_in_a_wrapper_runs_as_it_is() -> None:
         step, state, expected = both(make, make_batches(8))
     assert list(step.eager) == ["MaybeStep"]
     assert_records_equal(state, expected, rtol=1e-5)
+
+
+def weighted(model: nn.Module, batch: Any) -> Loss:
+    return Loss.mean(F.cross_entropy(model(batch[0]), batch[1]), float(batch[1].shape[0]))
+
+
+def summed(model: nn.Module, batch: Any) -> Loss:
+    return Loss.sum(F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), (batch[1] > 0).sum())
+
+
+def right(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.argmax(1) == targets).float().mean()
+
+
+def with_forward(**settings: Any) -> Callable[[nn.Module], Chain]:
+    measured = supervised(F.cross_entropy, measures={"accuracy": right})
+    return lambda model: usual(model).replace("Forward", Forward(model, measured, **settings))
+
+
+STEPS: dict[str, Callable[[nn.Module], Chain]] = {
+    "autocast": with_forward(autocast=torch.bfloat16),
+    "recomputed": with_forward(recompute=("0",)),
+    "weights of the host": lambda model: usual(model, loss=weighted),
+    "weights of the device": lambda model: usual(model, loss=summed),
+    "a window that is dropped": lambda model: usual(model).replace("Accumulate", Accumulate(3, "drop")),
+    "a window that is carried": lambda model: usual(model).replace("Accumulate", Accumulate(3, "carry")),
+    "told of micro-batches": lambda model: usual(model).replace("EmitEvents", EmitEvents(micro_batches=True)),
+    "amsgrad": lambda model: usual(model, amsgrad=True),
+    "compiled optimizer": lambda model: usual(model, compiled="aot_eager"),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_of_other_kinds_are_in_graphs(name: str) -> None:
+    step, state, expected = both(STEPS[name], make_batches(10))
+    assert not step.eager
+    assert step.graphs[0].parts == ("Forward", "ScaledBackward", "Accumulate")
+    assert_records_equal(state, expected, rtol=1e-5)
+
+
+def in_backward(model: nn.Module) -> Chain:
+    update = UpdateInBackward(Optimizer(torch.optim.AdamW, lr=0.01))
+    return chain(Forward(model, supervised(F.cross_entropy)), update, EmitEvents())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: chain(part("first", "0.*", usual(model)), part("rest", "2.*", usual(model))),
+        lambda model: chain(repeat(2, usual(model))),
+        in_backward,
+    ],
+    ids=["parts", "repeat", "UpdateInBackward"],
+)
+def test_steps_within_others_run_as_they_are(make: Callable[[nn.Module], Chain]) -> None:
+    with pytest.warns(EagerPartWarning):
+        step, state, expected = both(make, make_batches(6))
+    assert step.eager
+    assert_records_equal(state, expected)
 
 
 class HalfUsed(nn.Module):

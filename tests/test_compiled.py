@@ -65,7 +65,7 @@ from pipeline import (
     when,
 )
 from pipeline.compilation import Compiled, EagerPartWarning
-from pipeline.errors import SettingError
+from pipeline.errors import NotATransformError, SettingError
 from pipeline.testing import assert_records_equal
 from pipeline.transform import Chain, Transform
 from tests.laws.cases import IN, OUT, make_batches, make_model, make_step
@@ -673,6 +673,18 @@ def test_it_prints_as_it_was_written_and_is_declared_as_the_step() -> None:
 def test_settings_are_checked_when_it_is_built(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(SettingError, match=says):
         compiled(usual(make_model("mlp")), **settings)
+
+
+def test_a_step_is_compiled_once() -> None:
+    step = compiled(usual(make_model("mlp")).without("EmitEvents"))
+    for again in (step, chain(step, EmitEvents())):
+        with pytest.raises(SettingError, match=r"^compiled\(step\) must be a step of which nothing is compiled yet"):
+            compiled(again)
+
+
+def test_a_class_in_the_place_of_a_transform_is_refused() -> None:
+    with pytest.raises(NotATransformError, match="did you mean"):
+        compiled(ClipByGlobalNorm)  # pyright: ignore[reportArgumentType]
 
 
 # -- ensembles -------------------------------------------------------------------------------------------------------

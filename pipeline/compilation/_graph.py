@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
+from struct import Struct
 from typing import Any
 
 import attrs
@@ -41,11 +41,11 @@ class _Row:
     """The numbers that meet tensors as one input, in memory that each call writes anew."""
 
     def __init__(self, count: int, device: torch.device) -> None:
-        self._held = array("d", [0.0] * count)
+        self._held, self._write = bytearray(8 * count), Struct(f"{count}d").pack_into
         self._row, self._device = torch.frombuffer(self._held, dtype=torch.float64), device
 
     def __call__(self, *numbers: float) -> Tensor:
-        self._held[:] = array("d", numbers)
+        self._write(self._held, 0, *numbers)
         return self._row if self._device.type == "cpu" else self._row.to(self._device)
 
 

@@ -32,6 +32,8 @@ class Compiled:
     _segments: Segments = attrs.field(init=False, eq=False)
 
     def __attrs_post_init__(self) -> None:
+        if any(isinstance(part, Compiled) for part in self.inner.transforms):
+            raise SettingError("compiled(step)", "a step of which nothing is compiled yet", self.inner)
         if self.backend not in ("inductor", "eager") and not callable(self.backend):
             raise SettingError("compiled(backend)", "'inductor', 'eager' or a function of a graph", self.backend)
         if self.dynamic not in (None, True, False):
@@ -131,6 +133,7 @@ def compiled(
             limit: graphs that may be made of the same parts; what none of these serves then runs as it is, with a
             warning.
             options: settings of inductor, as for `torch.compile(options=...)`.
-    Raises: SettingError, when built, for any other backend, dynamic or limit.
+    Raises: SettingError, when built, for any other backend, dynamic or limit, for options that inductor does not have,
+            and for a step that is compiled, or partly, already.
     """
     return Compiled(chain(step), backend, dynamic, limit, dict(options or {}))

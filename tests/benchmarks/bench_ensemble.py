@@ -11,7 +11,6 @@ import argparse
 import gc
 import statistics
 import time
-import warnings
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from pipeline import (
     Optimizer,
     ScaledBackward,
     chain,
+    compiled,
     ensemble,
     fold,
     init,
@@ -34,7 +34,6 @@ from pipeline import (
     schedules,
     supervised,
 )
-from pipeline.compilation import compiled
 from pipeline.ensembles import per_member
 
 MEMBERS, WINDOW, UPDATES = 16, 4, 25
@@ -116,7 +115,6 @@ class AtOnce:
 def main(rounds: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, when its compiler is loaded
     batches = [(torch.randn(32, 32), torch.randint(0, 10, (32,))) for _ in range(UPDATES * WINDOW)]
     plain = OneAfterAnother()
     sides = {"plain": plain, "ensemble": AtOnce(is_compiled=False), "compiled": AtOnce(is_compiled=True)}

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pipeline import checkpoint, errors, events, monitors, schedules, sinks, stream, testing
     from pipeline.checkpoint import CheckpointStore, export, load_weights
     from pipeline.combinators import branch, every, repeat, tap, when
+    from pipeline.compilation import compiled
     from pipeline.ensembles import ensemble, sweep
     from pipeline.evaluation import Evaluation, EveryEpoch, EveryUpdates
     from pipeline.initialisation import initialise
@@ -105,6 +106,7 @@ __all__ = [
     "branch",
     "chain",
     "checkpoint",
+    "compiled",
     "ensemble",
     "errors",
     "events",
@@ -138,6 +140,7 @@ __all__ = [
 _HOMES = {
     "checkpoint": ("CheckpointStore", "export", "load_weights"),
     "combinators": ("branch", "every", "repeat", "tap", "when"),
+    "compilation": ("compiled",),
     "ensembles": ("ensemble", "sweep"),
     "evaluation": ("Evaluation", "EveryEpoch", "EveryUpdates"),
     "initialisation": ("initialise",),

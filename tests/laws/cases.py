@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -34,6 +35,7 @@ from pipeline import (
     Window,
     branch,
     chain,
+    compiled,
     ensemble,
     every,
     fold,
@@ -104,6 +106,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 ROW_WISE = [name for name in MODELS if name not in ("batchnorm", "dropout", "unused")]
 """The models that treat each row of a batch by itself: law 4 is about these."""
+TRACEABLE = [name for name in MODELS if name != "unused"]
+"""The models whose forward does not look at a value."""
 
 
 def make_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -333,6 +337,22 @@ def _of_model(name: str, *, bound: bool, fused: bool) -> Callable[[int], tuple[T
     return make
 
 
+@functools.cache
+def _graphs(name: str) -> Transform:
+    return compiled(make_step(make_model(name), 1), backend="eager")
+
+
+def _compiled(name: str) -> Callable[[int], tuple[Transform, Frame]]:
+    """The second update, which is the first that is a graph."""
+
+    def make(seed: int) -> tuple[Transform, Frame]:
+        step = _graphs(name)
+        state = fold(step, init(step, make_model(name, seed), seed=seed), make_batches(1)).state
+        return chain(step, lambda f: f.having(loss=f.loss.detach())), Frame(state, make_batch(seed))
+
+    return make
+
+
 def _forward(seed: int) -> tuple[Transform, Frame]:
     model = make_model("batchnorm", seed)
     step = Forward(model, supervised(F.cross_entropy))
@@ -383,6 +403,7 @@ CASES = [
         Case(f"ensemble, {name}", frozenset({"ensemble"}), _ensemble(name))
         for name in ("mlp", "batchnorm", "dropout", "frozen")
     ),
+    *(Case(f"compiled, {name}", frozenset({"compiled"}), _compiled(name)) for name in ("batchnorm", "dropout", "tied")),
     Case("chain()", frozenset({"chain"}), lambda seed: (chain(), _window_frame(seed))),
     *(
         Case(

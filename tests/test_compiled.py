@@ -655,6 +655,7 @@ def test_it_prints_as_it_was_written_and_is_declared_as_the_step() -> None:
     wrapped = compiled(step)
     assert repr(wrapped) == f"compiled({step!r})"
     assert (wrapped.reads, wrapped.writes, wrapped.uses_up) == (step.reads, step.writes, step.uses_up)
+    assert [wrapped.windows(batches) for batches in (7, 8)] == [step.windows(batches) for batches in (7, 8)]
     assert wrapped == compiled(step)
     assert wrapped != compiled(step, dynamic=True)
 

@@ -23,8 +23,8 @@ class DropNonFinite:
     Reads:    `grads`, `loss`, `weight`, `measures`: of one micro-batch.
     Writes:   the same: zeros, with weight 0 on the device, where anything is not finite. The host does not wait.
     Edges:    stands between ScaledBackward and Accumulate, which then do not run as one: a second set of gradients is
-              in memory meanwhile. Weights count relative to the window's first micro-batch, also when that one is
-              dropped. A window of which nothing is left is skipped. BatchNorm statistics have seen the micro-batch.
+              in memory meanwhile. Weights count relative to the window's first micro-batch that is kept. A window of
+              which nothing is left is skipped. BatchNorm statistics have seen the micro-batch.
     """
 
     reads = frozenset({"grads", "loss", "weight"})

@@ -28,9 +28,9 @@ def check_rate(setting: str, lr: object) -> None:
 class Group:
     """Parameters with settings of their own: `Group("*.bias", weight_decay=0.0)`.
 
-    Args: match: a pattern on the parameter's name as in `fnmatch`, or `f(name, tensor) -> bool`; lr: a rate or schedule
-          in place of the optimizer's; name: what events call the group, the pattern by default; settings: as the
-          optimizer's.
+    Args: match: a pattern on the parameter's name as in `fnmatch`, or `f(name, tensor) -> bool`, asked of copies of the
+          parameter too: go by its name, shape or dtype, never by which tensor it is; lr: a rate or schedule in place of
+          the optimizer's; name: what events call the group, the pattern by default; settings: as the optimizer's.
     """
 
     match: str | Callable[[str, Tensor], bool]

@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 from torch import Tensor
 
+from pipeline._checks import share
 from pipeline.errors import SettingError
 
 Rate = float | Callable[[int], float]
@@ -123,7 +124,6 @@ def layer_decay(layers: Sequence[str], lr: Rate, decay: float, **settings: Any) 
     Raises: SettingError unless 0 < decay <= 1.
     Source: Howard, Ruder 2018, arXiv:1801.06146, discriminative fine-tuning.
     """
-    if not 0 < decay <= 1:
-        raise SettingError("layer_decay(decay)", "above 0 and at most 1", decay)
+    share("layer_decay(decay)", decay, whole=True)
     last = len(layers) - 1
     return [Group(name, lr=_Scaled(lr, decay ** (last - i)), **settings) for i, name in enumerate(layers)]

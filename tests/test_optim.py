@@ -495,3 +495,5 @@ def test_no_decay_and_layer_decay_are_groups() -> None:
     }  # fmt: skip
     with pytest.raises(SettingError):
         layer_decay(["a"], lr=1.0, decay=0.0)
+    with pytest.raises(SettingError, match="above 0 and at most 1"):
+        layer_decay(["a"], lr=1.0, decay="half")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

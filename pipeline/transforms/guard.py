@@ -8,6 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from pipeline._checks import is_number, whole
 from pipeline.errors import MissingFieldError, SettingError
 from pipeline.records import Frame, Skipped, TrainState
 from pipeline.tensors import Tensors
@@ -79,9 +80,11 @@ class SkipSpikes:
     writes = frozenset({"skip", "slots"})
 
     def __attrs_post_init__(self) -> None:
-        if not 1 < self.multiple < math.inf:
+        if not is_number(self.multiple) or not 1 < self.multiple < math.inf:
             raise SettingError("SkipSpikes.multiple", "above 1 and finite", self.multiple)
-        if not 1 <= self.least <= self.over:
+        whole("SkipSpikes.over", self.over)
+        whole("SkipSpikes.least", self.least)
+        if self.least > self.over:
             raise SettingError("SkipSpikes.least", f"from 1 to over ({self.over})", self.least)
 
     def init(self, state: TrainState) -> TrainState:

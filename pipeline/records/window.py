@@ -21,6 +21,7 @@ Scalar = float | Tensor
 
 _EMPTY = Tensors()
 _NOTHING: Mapping[str, Any] = {}
+_LEAST = torch.finfo(torch.float32).tiny  # to divide a weight of 0 by
 
 
 @attrs.frozen(eq=False)
@@ -139,8 +140,9 @@ class Window(Record):
         known = self.reference
         if known is not None and not isinstance(known, Tensor):
             return known
-        own = torch.where(weight > 0, weight, 1.0) if isinstance(weight, Tensor) else weight or 1.0
-        return own if known is None else torch.where(torch.as_tensor(self.weight > 0), known, own)
+        if known is not None:
+            return torch.where(torch.as_tensor(self.weight > 0), known, weight).clamp_min(_LEAST)
+        return torch.where(weight > 0, weight, 1.0) if isinstance(weight, Tensor) else weight or 1.0
 
 
 new_loss, new_window = positional(Loss), positional(Window)

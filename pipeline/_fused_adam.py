@@ -47,7 +47,12 @@ class FusedAdam:
         return cls(lists) if len(lists) == len(found) else None
 
     def step(self, grad_scale: Tensor | None) -> bool:
-        """One update by each `.grad` divided by `grad_scale`; False, and none, where a parameter has no dense one."""
+        """One update by each `.grad` divided by `grad_scale`.
+
+        False, and none, where a parameter has no dense gradient, or where `amsgrad` is not as it was.
+        """
+        if any(bool(of_group.group["amsgrad"]) != bool(of_group.max_exp_avg_sqs) for of_group in self.lists):
+            return False
         grads = [list(map(_grad, of_group.params)) for of_group in self.lists]
         if any(grad is None or grad.layout is not torch.strided for of_group in grads for grad in of_group):
             return False

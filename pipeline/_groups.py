@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 from torch import Tensor
 
+from pipeline._checks import share
 from pipeline.errors import SettingError
 
 Rate = float | Callable[[int], float]
@@ -28,9 +29,9 @@ def check_rate(setting: str, lr: object) -> None:
 class Group:
     """Parameters with settings of their own: `Group("*.bias", weight_decay=0.0)`.
 
-    Args: match: a pattern on the parameter's name as in `fnmatch`, or `f(name, tensor) -> bool`; lr: a rate or schedule
-          in place of the optimizer's; name: what events call the group, the pattern by default; settings: as the
-          optimizer's.
+    Args: match: a pattern on the parameter's name as in `fnmatch`, or `f(name, tensor) -> bool`, asked of copies of the
+          parameter too: go by its name, shape or dtype, never by which tensor it is; lr: a rate or schedule in place of
+          the optimizer's; name: what events call the group, the pattern by default; settings: as the optimizer's.
     """
 
     match: str | Callable[[str, Tensor], bool]
@@ -123,7 +124,6 @@ def layer_decay(layers: Sequence[str], lr: Rate, decay: float, **settings: Any) 
     Raises: SettingError unless 0 < decay <= 1.
     Source: Howard, Ruder 2018, arXiv:1801.06146, discriminative fine-tuning.
     """
-    if not 0 < decay <= 1:
-        raise SettingError("layer_decay(decay)", "above 0 and at most 1", decay)
+    share("layer_decay(decay)", decay, whole=True)
     last = len(layers) - 1
     return [Group(name, lr=_Scaled(lr, decay ** (last - i)), **settings) for i, name in enumerate(layers)]

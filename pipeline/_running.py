@@ -42,8 +42,8 @@ class Rule(Protocol):
     @property
     def compiled(self) -> bool | str: ...
 
-    def build(self, params: Tensors) -> tuple[torch.optim.Optimizer, list[str]]:
-        """The torch optimizer over these very tensors, and the parameters' names in its order."""
+    def build(self, stepped: Tensors, params: Tensors) -> tuple[torch.optim.Optimizer, list[str]]:
+        """The torch optimizer over the very tensors in `stepped`, in the groups of `params`, and the names in order."""
         ...
 
 
@@ -116,7 +116,7 @@ class Running:
         self.params = params.flat
         self.masters = _masters(params, tensors) if rule.masters else {}
         self.stepped = Tensors.over(params, [self.masters.get(name, p) for name, p in params.items()])
-        self.optimizer, self.names = rule.build(self.stepped)
+        self.optimizer, self.names = rule.build(self.stepped, params)
         self._order: list[Tensor] = [self.stepped[name] for name in self.names]
         self._can_scale = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False)) and all(
             group.get("fused") for group in self.optimizer.param_groups
@@ -196,7 +196,8 @@ class Running:
             else:
                 bare(twins)
 
-        missing = missing_entry(self._foreign, self.stepped, self.rule.build, step)
+        params = Tensors.over(self.stepped.index, self.params)
+        missing = missing_entry(self._foreign, self.stepped, lambda twins: self.rule.build(twins, params), step)
         if missing is not None:
             raise OptimizerMismatchError(self.rule.cls.__name__, missing)
 

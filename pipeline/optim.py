@@ -174,20 +174,25 @@ class Optimizer:
             members[place].append(name)
         return members
 
-    def build(self, params: Tensors) -> tuple[torch.optim.Optimizer, list[str]]:
-        """The torch optimizer over these very tensors, as for update 0, and the parameters' names in its order."""
-        members, rest = self._members(params), self._by_group[_DEFAULT]
+    def build(self, stepped: Tensors, params: Tensors | None = None) -> tuple[torch.optim.Optimizer, list[str]]:
+        """The torch optimizer over the very tensors in `stepped`, as for update 0, and their names in its order.
+
+        `params` are the parameters where others are stepped for them, float32 masters: these say who is in which group.
+        """
+        members = self._members(stepped if params is None else params)
+        members = [[name for name in names if name in stepped] for names in members]
+        rest = self._by_group[_DEFAULT]
         settings = {**rest.constant, **rest.scheduled(0)}
         taken = inspect.signature(self.cls).parameters
         # Where it helps and never fails: fused SGD refuses sparse gradients, and momentum that starts late.
         fusable = not self.compiled and issubclass(self.cls, (torch.optim.Adam, torch.optim.AdamW)) and "fused" in taken
         if fusable and not {"fused", "foreach", "differentiable", "capturable"} & settings.keys():
-            dense = all(p.is_floating_point() and p.device.type in _FUSED_ON for p in params.flat)
-            settings["fused"] = True if dense and len(params) else None
-        groups: list[dict[str, Any]] = [{"params": [params[n] for n in members[0]], "name": _DEFAULT}]
+            dense = all(p.is_floating_point() and p.device.type in _FUSED_ON for p in stepped.flat)
+            settings["fused"] = True if dense and len(stepped) else None
+        groups: list[dict[str, Any]] = [{"params": [stepped[n] for n in members[0]], "name": _DEFAULT}]
         for group, names in zip(self.groups, members[1:], strict=True):
             own = {**group.settings, **self._by_group[group.name].scheduled(0)}
-            groups.append({"params": [params[n] for n in names], "name": group.name, **own})
+            groups.append({"params": [stepped[n] for n in names], "name": group.name, **own})
         for group in groups:
             group["lr"] = self._by_group[group["name"]].rate(0)
         given = [g for g in groups if g["params"]]

@@ -105,7 +105,14 @@ class Sometimes(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"amsgrad": True}, {"maximize": True}, {"betas": lambda n: (0.9 - n / 10, 0.99)}]
+    "settings",
+    [
+        {},
+        {"amsgrad": True},
+        {"maximize": True},
+        {"betas": lambda n: (0.9 - n / 10, 0.99)},
+        {"amsgrad": lambda n: n != 3},
+    ],
 )
 @pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.AdamW])
 @pytest.mark.parametrize("used", [[True] * 5, [True, True, False, True, True], [False, True, True, True, True]])
@@ -115,7 +122,8 @@ def test_the_fused_kernel_is_torchs_own_step_whichever_parameters_have_gradients
     model, plain = Sometimes(), Sometimes()
     bare = [param for name, param in plain.named_parameters() if name.endswith("bias")]
     shaped = [param for name, param in plain.named_parameters() if name.endswith("weight")]
-    constant = {key: value for key, value in settings.items() if key != "betas"}
+    moved = {key: value for key, value in settings.items() if callable(value)}
+    constant = {key: value(0) if key in moved else value for key, value in settings.items()}
     groups = [{"params": shaped}, {"params": bare, "weight_decay": 0.0}]
     torchs = cls(groups, lr=0.01, weight_decay=0.1, fused=True, **constant)
     rule = Optimizer(cls, lr=0.01, groups=[Group("*.bias", weight_decay=0.0)], weight_decay=0.1, **settings)
@@ -131,7 +139,7 @@ def test_the_fused_kernel_is_torchs_own_step_whichever_parameters_have_gradients
     for n, (batch, plain.is_used) in enumerate(zip(batches, used, strict=True)):
         plain(batch).square().mean().backward()
         for group in torchs.param_groups:
-            group["betas"] = settings["betas"](n) if "betas" in settings else group["betas"]
+            group.update({key: schedule(n) for key, schedule in moved.items()})
         torchs.step()
         torchs.zero_grad()
     for name, param in plain.named_parameters():
@@ -417,6 +425,15 @@ class TestMasters:
         bound = fold(step, state, batches).state
         assert_records_equal(bound.params, straight.params)
 
+    def test_they_are_in_the_group_of_the_parameter_that_they_step(self) -> None:
+        narrow = Group(lambda _, tensor: tensor.dtype == torch.bfloat16, lr=0.0, name="narrow")
+        rule = MaybeStep(Optimizer(torch.optim.SGD, lr=1.0, masters=True, groups=[narrow]))
+        state = frame({"a": torch.ones(1, dtype=torch.bfloat16, requires_grad=True), "b": [1.0]}).state
+        for _ in range(2):  # the second goes on from masters that another run has made
+            window = frame(sums={"a": [1.0], "b": [1.0]}).state.window
+            state = rule(Frame(attrs.evolve(state.copy(), window=window)).having(ready=True)).state
+        assert [float(param.detach()) for param in state.params.flat] == [1.0, -1.0]
+
     @pytest.mark.parametrize("donate", [True, False])
     def test_what_was_set_elsewhere_stays_until_the_parameter_is_updated_and_is_what_it_goes_on_from(
         self, donate: bool
@@ -478,3 +495,5 @@ def test_no_decay_and_layer_decay_are_groups() -> None:
     }  # fmt: skip
     with pytest.raises(SettingError):
         layer_decay(["a"], lr=1.0, decay=0.0)
+    with pytest.raises(SettingError, match="above 0 and at most 1"):
+        layer_decay(["a"], lr=1.0, decay="half")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

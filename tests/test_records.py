@@ -3,6 +3,7 @@
 import copy
 import itertools
 import pickle
+from typing import Any
 
 import attrs
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from pipeline import Frame, LossScale, Progress, Tensors, TrainState, Window, fold, init
-from pipeline.errors import LawError, StateMismatchError
+from pipeline.errors import LawError, SettingError, StateMismatchError
 from pipeline.records import Loss, OptimizerState, Rng
 from pipeline.testing import assert_records_equal, frame
 from tests.laws.cases import MODELS, Tied, make_batches, make_model, make_step
@@ -160,6 +161,25 @@ class TestLossScale:
             torchs.update()
             ours = ours.after(good)
             assert (ours.scale, ours.finite_windows) == (torchs.get_scale(), torchs._get_growth_tracker())
+
+    @pytest.mark.parametrize(
+        ("setting", "bad"),
+        [
+            ("scale", 0.0),
+            ("scale", "1"),
+            ("scale", 2.0**30),
+            ("growth", 1.0),
+            ("growth", float("inf")),
+            ("backoff", 1.0),
+            ("interval", 0),
+            ("interval", 2.5),
+            ("floor", -1.0),
+            ("ceiling", float("nan")),
+        ],
+    )
+    def test_its_settings_are_checked(self, setting: str, bad: Any) -> None:
+        with pytest.raises(SettingError, match=f"LossScale.{setting}"):
+            LossScale(**{setting: bad})
 
 
 def test_loss_means_and_sums_carry_their_weights() -> None:

@@ -8,6 +8,7 @@ from functools import lru_cache
 import attrs
 from torch.utils import _pytree as pytree
 
+from pipeline._checks import positive, share, whole
 from pipeline._splitmix import splitmix64
 from pipeline.errors import SettingError
 from pipeline.records._quick import Record, positional
@@ -75,14 +76,14 @@ class LossScale:
     finite_windows: int = 0
 
     def __attrs_post_init__(self) -> None:
-        if not 0 < self.floor <= self.scale <= self.ceiling < float("inf"):
+        for name in ("scale", "growth", "floor", "ceiling"):
+            positive(f"LossScale.{name}", getattr(self, name))
+        if not self.floor <= self.scale <= self.ceiling:
             raise SettingError("LossScale.scale", f"within floor {self.floor} and ceiling {self.ceiling}", self.scale)
         if not self.growth > 1:
             raise SettingError("LossScale.growth", "above 1", self.growth)
-        if not 0 < self.backoff < 1:
-            raise SettingError("LossScale.backoff", "between 0 and 1", self.backoff)
-        if self.interval < 1:
-            raise SettingError("LossScale.interval", "at least 1", self.interval)
+        share("LossScale.backoff", self.backoff)
+        whole("LossScale.interval", self.interval)
 
     def after(self, finite: bool) -> LossScale:
         """The scale for the window after one whose gradients were `finite` or not."""

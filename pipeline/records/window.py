@@ -21,6 +21,7 @@ Scalar = float | Tensor
 
 _EMPTY = Tensors()
 _NOTHING: Mapping[str, Any] = {}
+_LEAST = torch.finfo(torch.float32).tiny  # to divide a weight of 0 by
 
 
 @attrs.frozen(eq=False)
@@ -84,9 +85,12 @@ class Loss(Record):
 
 
 def _checked(weight: Scalar, value: Tensor) -> Scalar:
-    """The weight, if it can be one; on the device in the loss's precision, so that counts divide as exactly as it."""
+    """The weight, if it can be one; on the device in the loss's precision, so that counts divide as exactly as it.
+
+    In memory of its own: what is given may lie in a batch whose memory is used again.
+    """
     if isinstance(weight, Tensor):
-        return weight.detach().to(torch.promote_types(value.dtype, torch.float32))
+        return weight.detach().to(torch.promote_types(value.dtype, torch.float32), copy=True)
     if not 0 <= weight < float("inf"):
         raise LossError("Loss weight", "a finite number of items, 0 or more", repr(weight), "give the count of items")
     return weight
@@ -121,12 +125,24 @@ class Window(Record):
         return 0.0 if self.reference is None else self.weight / self.reference
 
     def relative(self, weight: Scalar) -> Scalar:
-        """`weight` relative to the window's first micro-batch."""
+        """`weight` relative to the window's first micro-batch that has any."""
         if self.reference is None:
             if isinstance(weight, Tensor):
                 return (weight > 0).to(weight.dtype)
             return 1.0 if weight else 0.0
-        return weight / self.reference
+        return weight / self.reference_with(weight)
+
+    def reference_with(self, weight: Scalar) -> Scalar:
+        """What weights are relative to once a micro-batch of this one is counted.
+
+        On the device nobody knows yet whether any that came before it had a weight: where none did, it is this one.
+        """
+        known = self.reference
+        if known is not None and not isinstance(known, Tensor):
+            return known
+        if known is not None:
+            return torch.where(torch.as_tensor(self.weight > 0), known, weight).clamp_min(_LEAST)
+        return torch.where(weight > 0, weight, 1.0) if isinstance(weight, Tensor) else weight or 1.0
 
 
 new_loss, new_window = positional(Loss), positional(Window)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -31,18 +30,13 @@ def trainable(params: Tensors) -> tuple[list[str], list[Tensor]]:
 _ENGINE: Any = torch.autograd.Variable._execution_engine  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
 
-@lru_cache
-def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.ones((), dtype=dtype, device=device)
-
-
 def backward_into(loss: Tensor, start: Tensor | None, inputs: Sequence[Tensor]) -> None:
     """Add the gradients to the `.grad` of `inputs`, starting from `start` or 1.
 
     What `torch.autograd.backward` does, less its checks and its set-up for tracing, which cost as much as a sixth of
-    the pass of a small model.
+    the pass of a small model. A gradient may be a view of the start, and a hook may write to it: a new one each time.
     """
-    root = (_one(loss.dtype, loss.device) if start is None else start,)
+    root = (torch.ones_like(loss) if start is None else start,)
     _ENGINE.run_backward((loss,), root, False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=True)
 
 
@@ -92,6 +86,16 @@ def widened(value: Any) -> Any:
         return value
     value = value.detach()
     return value if value.dtype in WIDE else value.to(torch.promote_types(value.dtype, torch.float32))
+
+
+def kept(value: Any) -> Any:
+    """A measured value as it is kept beyond its micro-batch: as `widened`, in memory that nobody else writes to.
+
+    What nothing has computed, and a view, may be a parameter or a buffer, which the update and the forward write to.
+    """
+    if isinstance(value, Tensor) and (value.is_leaf or value._base is not None):  # pyright: ignore[reportPrivateUsage]
+        value = value.detach().clone()
+    return widened(value)
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -18,7 +18,7 @@ from pipeline.records.counters import new_progress
 from pipeline.records.state import new_state
 from pipeline.records.window import new_window
 from pipeline.tensors import Tensors
-from pipeline.transforms._gradients import WIDE, add_grads, backward_into, counts_for_nothing, root_of, widened
+from pipeline.transforms._gradients import WIDE, add_grads, backward_into, counts_for_nothing, kept, root_of
 from pipeline.transforms._norm import global_norm
 from pipeline.transforms.backward import ScaledBackward
 
@@ -41,7 +41,7 @@ def _added_measures(
     added = dict(sums)
     for name, (total, weight) in more.items():
         before = sums.get(name, (0.0, 0.0))
-        added[name] = (_added(before[0], widened(total)), _added(before[1], widened(weight)))
+        added[name] = (_added(before[0], kept(total)), _added(before[1], kept(weight)))
     return added
 
 
@@ -87,12 +87,10 @@ class Accumulate:
         state, window, weight = frame.state, frame.state.window, frame.weight
         reference, loss, probe = window.reference, window.loss, 0.0
         if not counts_for_nothing(weight):
-            relative = window.relative(weight)
-            if reference is None:
-                reference = torch.where(weight > 0, weight, 1.0) if isinstance(weight, Tensor) else weight
+            reference = window.reference_with(weight)
             if frame.loss is not None:
-                probe = widened(frame.loss)
-                loss = _added(loss, _times(probe, relative))
+                probe = kept(frame.loss)
+                loss = _added(loss, _times(probe, weight / reference))
         full = window.micro_batches + 1 >= self.every
         if state.loss_scale is not None and not full:  # the last one needs no probe: it is who is left
             probe = global_norm(sums.flat, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import torch
 
-from pipeline._checks import whole
+from pipeline._checks import is_number, whole
 from pipeline.errors import MissingFieldError, SettingError
 from pipeline.records import Frame, TrainState
 from pipeline.tensors import Tensors, clone_leaf
@@ -38,7 +38,7 @@ class AverageWeights:
     writes = frozenset({"slots"})
 
     def __attrs_post_init__(self) -> None:
-        if self.decay is not None and not 0 <= self.decay < 1:
+        if self.decay is not None and not (is_number(self.decay) and 0 <= self.decay < 1):
             raise SettingError("AverageWeights.decay", "at least 0 and below 1, or None", self.decay)
         whole("AverageWeights.start", self.start, 0)
         whole("AverageWeights.every", self.every)

@@ -8,6 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from pipeline._checks import is_number, whole
 from pipeline.errors import MissingFieldError, SettingError
 from pipeline.records import Frame, Skipped, TrainState
 from pipeline.tensors import Tensors
@@ -23,8 +24,8 @@ class DropNonFinite:
     Reads:    `grads`, `loss`, `weight`, `measures`: of one micro-batch.
     Writes:   the same: zeros, with weight 0 on the device, where anything is not finite. The host does not wait.
     Edges:    stands between ScaledBackward and Accumulate, which then do not run as one: a second set of gradients is
-              in memory meanwhile. Weights count relative to the window's first micro-batch, also when that one is
-              dropped. A window of which nothing is left is skipped. BatchNorm statistics have seen the micro-batch.
+              in memory meanwhile. Weights count relative to the window's first micro-batch that is kept. A window of
+              which nothing is left is skipped. BatchNorm statistics have seen the micro-batch.
     """
 
     reads = frozenset({"grads", "loss", "weight"})
@@ -79,9 +80,11 @@ class SkipSpikes:
     writes = frozenset({"skip", "slots"})
 
     def __attrs_post_init__(self) -> None:
-        if not 1 < self.multiple < math.inf:
+        if not is_number(self.multiple) or not 1 < self.multiple < math.inf:
             raise SettingError("SkipSpikes.multiple", "above 1 and finite", self.multiple)
-        if not 1 <= self.least <= self.over:
+        whole("SkipSpikes.over", self.over)
+        whole("SkipSpikes.least", self.least)
+        if self.least > self.over:
             raise SettingError("SkipSpikes.least", f"from 1 to over ({self.over})", self.least)
 
     def init(self, state: TrainState) -> TrainState:

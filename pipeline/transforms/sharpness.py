@@ -6,6 +6,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from pipeline import _randomness as randomness
 from pipeline._checks import positive
 from pipeline.errors import MissingFieldError, SettingError
 from pipeline.records import Frame, TrainState
@@ -54,18 +55,19 @@ class SharpnessAware:
 
     def __call__(self, frame: Frame) -> Frame:
         backward = ScaledBackward()
-        drawn = torch.get_rng_state()
+        generators = randomness.default_generators(frame.state)
+        drawn = randomness.read(generators)
         first = backward(self.forward(frame))
         if not first.grads:
             return first
         if first.loss is None:
             raise MissingFieldError("SharpnessAware", "loss", "give it a Forward")
         moved = self._moved(first.state.params, first.grads)
-        after, frozen = torch.get_rng_state(), first.state.buffers.copy()
-        torch.set_rng_state(drawn)  # the same masks in both passes
+        after, frozen = randomness.read(generators), first.state.buffers.copy()
+        randomness.write(generators, drawn)  # the same masks in both passes
         there = attrs.evolve(first.state, params=moved, buffers=frozen)
         second = backward(self.forward(first.having(state=there)))
-        torch.set_rng_state(after)
+        randomness.write(generators, after)
         return first.having(grads=second.grads, loss=first.loss.detach())
 
     def _moved(self, params: Tensors, grads: Tensors) -> Tensors:

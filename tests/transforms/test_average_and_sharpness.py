@@ -114,7 +114,7 @@ class TestAverage:
         assert {t.dtype for t in averaged(state).params.values()} == {torch.bfloat16}
 
     def test_what_is_wrong_is_said(self) -> None:
-        for bad in ({"decay": 1.0}, {"decay": -0.1}, {"every": 0}, {"start": -1}):
+        for bad in ({"decay": 1.0}, {"decay": -0.1}, {"decay": "0.9"}, {"every": 0}, {"start": -1}):
             with pytest.raises(SettingError):
                 AverageWeights(**bad)
         model = make_model("mlp")

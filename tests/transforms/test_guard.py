@@ -137,7 +137,17 @@ class TestSpikes:
         (skip,) = (e for _, events in items for e in events if isinstance(e, UpdateSkipped))
         assert skip.reason == "no items counted"
 
-    @pytest.mark.parametrize("bad", [{"multiple": 1.0}, {"least": 0}, {"over": 3, "least": 4}])
+    @pytest.mark.parametrize(
+        "bad",
+        [
+            {"multiple": 1.0},
+            {"multiple": "3"},
+            {"least": 0},
+            {"least": 1.5},
+            {"over": 20.5},
+            {"over": 3, "least": 4},
+        ],
+    )
     def test_settings_are_checked(self, bad: dict[str, Any]) -> None:
         with pytest.raises(SettingError):
             SkipSpikes(**bad)

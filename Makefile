@@ -45,9 +45,9 @@ test: env lint ## Lint, then run the whole test suite
 train: env ## Train a small classifier of handwritten digits
 	$(BIN)/python examples/digits.py
 
-bench: env ## Run every benchmark, and write docs/benchmarks.md (TRAINERS=1: compare with other trainers too)
+bench: env ## Run the benchmarks, and write docs/benchmarks.md (ONLY=step,import: some; TRAINERS=1: against other trainers too)
 	$(if $(TRAINERS),$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[trainers]')
-	$(BIN)/python tests/benchmarks/run.py $(if $(TRAINERS),--trainers)
+	$(BIN)/python tests/benchmarks/run.py $(if $(ONLY),--only $(ONLY)) $(if $(TRAINERS),--trainers)
 
 clean: ## Remove the environment, caches and build artefacts (not runs/)
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .import_linter_cache .pytest_cache .ruff_cache

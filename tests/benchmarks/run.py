@@ -1,7 +1,7 @@
 """Run the benchmarks one after another, each in a process of its own, and write what they print to docs/benchmarks.md.
 
-`--only step,import` runs those alone and writes nothing. `--trainers` runs the comparison with other trainers too, for
-which the extra `trainers` has to be there; without it, what the page says of them stays.
+`--only step,import` runs those alone; `--trainers` runs the comparison with other trainers too, for which the extra
+`trainers` has to be there. What the page says of those that were not run stays.
 """
 
 from __future__ import annotations
@@ -85,9 +85,8 @@ def main() -> None:
             sections += [old for old in (kept(name),) if old]
         else:
             sections.append(section(bench, measured(bench)))
-    if not only:
-        PAGE.write_text("\n".join([HEAD.format(machine=machine()), *sections]))
-        print(f"written: {PAGE.relative_to(HERE.parents[1])}")
+    PAGE.write_text("\n".join([HEAD.format(machine=machine()), *sections]))
+    print(f"written: {PAGE.relative_to(HERE.parents[1])}")
 
 
 if __name__ == "__main__":

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import math
 import os
+import pickle
 import subprocess
 import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -756,3 +759,102 @@ def test_a_second_process_takes_its_code_from_disk(tmp_path: Path) -> None:
     run = [sys.executable, "-c", TRAINING]
     said = [subprocess.run(run, check=True, capture_output=True, text=True, env=where).stdout for _ in range(2)]
     assert said == ["2 2 0\n", "2 0 2\n"]
+
+
+WEIGHTS = torch.tensor([1.0, 2.0, 3.0, 4.0])[:OUT]
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], weight=WEIGHTS),
+        lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]) * torch.tensor([0.5, 2.0]).sum(),
+    ],
+    ids=["weights of the classes", "made in the loss"],
+)
+def test_inductor_takes_a_tensor_that_is_no_part_of_the_state(loss: Any) -> None:
+    _, got, expected = both(lambda m: usual(m, loss=loss), make_batches(4), backend="inductor")
+    assert_records_equal(got.params, expected.params, rtol=1e-5)
+
+
+def test_a_window_in_which_nothing_counts_is_skipped() -> None:
+    def loss(model: nn.Module, batch: Any) -> Loss:
+        return Loss.mean(F.cross_entropy(model(batch[0]), batch[1]), batch[2])
+
+    weighed = [(*batch, w) for batch, w in zip(make_batches(6), [1.0, 1.0, 0.0, 0.0, 1.0, 1.0], strict=True)]
+    _, got, expected = both(lambda m: usual(m, loss=loss), weighed)
+    assert_records_equal(got, expected, rtol=1e-5)
+    assert got.progress.skipped == 1
+
+
+def test_a_number_below_0_is_one_in_a_power_too() -> None:
+    def turned(frame: Frame) -> Frame:
+        assert frame.loss is not None
+        return frame.having(loss=frame.loss * (-1.0) ** frame.state.progress.updates)
+
+    def make(model: nn.Module) -> Chain:
+        return usual(model, every=1).insert_after("Forward", named("turned", turned))
+
+    _, got, expected = both(make, make_batches(4))
+    assert_records_equal(got.params, expected.params, rtol=1e-5)
+
+
+@attrs.frozen(init=False, slots=False)
+class Backwards(Optimizer):
+    """One that goes the other way."""
+
+    def update(self, params: Any, grads: Any, state: Any, *, rates: Any, factor: Any = 1.0, count: Any = 0) -> Any:
+        return super().update(params, grads, state, rates=rates, factor=-1.0 * factor, count=count)
+
+
+def test_an_optimizer_of_ones_own_is_asked_itself() -> None:
+    def make(model: nn.Module) -> Chain:
+        rule = Backwards(torch.optim.SGD, lr=0.1)
+        return usual(model).replace("MaybeStep", MaybeStep(rule))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", EagerPartWarning)
+        _, got, expected = both(make, make_batches(4))
+    assert_records_equal(got.params, expected.params, rtol=1e-5)
+
+
+def test_hooks_on_a_parameter_are_not_left_out() -> None:
+    def make(model: nn.Module) -> Chain:
+        next(model.parameters()).register_hook(lambda grad: grad * 0.5)
+        return usual(model)
+
+    with pytest.warns(EagerPartWarning, match="a parameter with hooks"):
+        _, got, expected = both(make, make_batches(4))
+    assert_records_equal(got.params, expected.params, rtol=1e-5)
+
+
+def test_a_condition_that_cannot_be_asked_of_a_frame_does_not_hold() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        value = F.cross_entropy(model(batch[0]), batch[1])
+        return value * 2 if batch[2] and 10 / batch[2] > 3 else value
+
+    batches = [(*batch, n) for batch, n in zip(make_batches(4), [4, 4, 0, 0], strict=True)]
+    _, got, expected = both(lambda m: usual(m, loss=loss), batches)
+    assert_records_equal(got.params, expected.params, rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", [lambda b: defaultdict(int, x=b), lambda b: {"self.batch": b}], ids=["default", "key"])
+def test_a_batch_of_any_form_is_trained_on(form: Callable[[Any], Any]) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        ((inputs, targets),) = batch.values()
+        return F.cross_entropy(model(inputs), targets)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", EagerPartWarning)
+        _, got, expected = both(lambda m: usual(m, loss=loss), [form(batch) for batch in make_batches(4)])
+    assert_records_equal(got.params, expected.params, rtol=1e-5)
+
+
+def test_one_that_has_run_can_be_copied_and_sent_to_another_process() -> None:
+    model = make_model("mlp")
+    step = compiled(usual(model), backend="eager")
+    state = fold(step, init(step, model), make_batches(4), donate=False).state
+    assert step.graphs
+    for twin in (copy.deepcopy(step), pickle.loads(pickle.dumps(step))):
+        assert twin.graphs == ()
+        assert fold(twin, state.copy(), make_batches(2)).state.progress.updates == 3

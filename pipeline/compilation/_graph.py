@@ -17,7 +17,10 @@ from pipeline.compilation._tracing import Traced
 from pipeline.compilation._window import Form
 from pipeline.records import Frame
 
-__all__ = ["Graph", "Working"]
+__all__ = ["NO_CONDITION", "Graph", "Working"]
+
+NO_CONDITION = (AttributeError, LookupError, TypeError, ArithmeticError, ValueError)
+"""What a condition may raise over a frame that another lies in: it does not hold then."""
 
 _set_grad_enabled: Any = torch._C._set_grad_enabled  # pyright: ignore[reportPrivateUsage]
 """What `torch.no_grad` calls, at a tenth of its cost."""
@@ -70,7 +73,7 @@ class Working:
         for condition in self.conditions:
             try:
                 actual = self._source.function([f"return {condition.code}"])(frame)
-            except (AttributeError, LookupError, TypeError):
+            except NO_CONDITION:
                 actual = None
             if actual != condition.expected:
                 found.append(condition.difference(actual))

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from pipeline._declared import name_of
 from pipeline._models import models_in
 from pipeline.compilation._backend import Backend, compile_graph
-from pipeline.compilation._graph import Graph, Working
+from pipeline.compilation._graph import NO_CONDITION, Graph, Working
 from pipeline.compilation._lifting import Condition, Lifting
 from pipeline.compilation._numbers import Untraceable
 from pipeline.compilation._source import Source
@@ -99,7 +99,7 @@ class Graphs:
             try:
                 if (form is None or working.form is form) and working.serves(frame):
                     return working
-            except (AttributeError, LookupError, TypeError):  # something else lies where a condition looks
+            except NO_CONDITION:
                 continue
         return None
 
@@ -122,6 +122,8 @@ class Graphs:
             return Lifting(frame, Source(), self._free, self.unseen)
         except Untraceable as error:
             raise FailedError(self.parts, str(error)) from error
+        except Exception as error:  # whatever a container of the user's makes of being made anew
+            raise FailedError(self.parts, f"what the frame holds cannot be made anew: {error!r}") from error
 
     def _traced(self, lifting: Lifting) -> Traced:
         try:

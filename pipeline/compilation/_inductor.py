@@ -50,17 +50,17 @@ def _whole(graph: GraphModule, inputs: list[Tensor], settings: Mapping[str, Any]
 
 
 def _inside(graph: GraphModule, inputs: list[Tensor], settings: Mapping[str, Any]) -> Call:
-    """The kernels alone, where they give what the graph does."""
-    kept: list[tuple[GraphModule, Any]] = []
+    """The kernels alone, where they take and give what the graph does: a tensor of its own is a further input."""
+    kept: list[tuple[GraphModule, int, Any]] = []
 
     def keep(module: GraphModule, given: Sequence[Tensor], **more: Any) -> Any:
-        kept.append((module, compile_fx_inner(module, given, **more)))
-        return kept[-1][1]
+        kept.append((module, len(given), compile_fx_inner(module, given, **more)))
+        return kept[-1][2]
 
     outputs = _outputs(graph)
     whole: Any = compile_fx(graph, inputs, inner_compile=keep, config_patches=dict(settings))
-    if len(kept) == 1 and _outputs(kept[0][0]) == outputs:
-        return kept[0][1].current_callable
+    if len(kept) == 1 and _outputs(kept[0][0]) == outputs and kept[0][1] == len(inputs):
+        return kept[0][2].current_callable
     return lambda given: whole(*given)
 
 

@@ -225,6 +225,8 @@ class Lifting:
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             kind = type(tensor).__name__ if tensor.layout is torch.strided else "sparse tensor"
             raise Untraceable(f"{found.code.removeprefix('f.')} is a {kind}")
+        if tensor.requires_grad and (tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)):
+            raise Untraceable(f"{found.code.removeprefix('f.')} has a parameter with hooks")
         if free:
             dims = [DimDynamic.DYNAMIC if place in free else DimDynamic.STATIC for place in range(tensor.ndim)]
             context = StatelessSymbolicContext(dynamic_sizes=dims)  # pyright: ignore[reportCallIssue]

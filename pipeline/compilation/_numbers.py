@@ -7,6 +7,7 @@ value (an index, a conversion to `float`, a text) is refused: the graph would ke
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -115,7 +116,7 @@ class Number:
     def operand(self, other: Any) -> tuple[str, Any] | None:
         """Another number as an expression and a value."""
         if isinstance(other, (int, float)):
-            return (repr(other) if other == other and abs(other) != float("inf") else f"float('{other}')"), other
+            return (f"({other!r})" if math.isfinite(other) else f"float('{other}')"), other
         number = self.ledger.number(other)
         return None if number is None else (number.code, number.value)
 

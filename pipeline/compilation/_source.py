@@ -28,7 +28,8 @@ class Source:
 
     def constant(self, value: Any) -> str:
         """An expression for `value`: itself where that is short and exact, a name otherwise."""
-        is_plain = value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value))
+        is_plain = value is None or type(value) in (bool, int) or (type(value) is float and math.isfinite(value))
+        is_plain = is_plain or (type(value) is str and "f." not in value)  # which is how a frame's paths begin
         return repr(value) if is_plain else self.name(value)
 
     def function(self, lines: Sequence[str]) -> Callable[..., Any]:

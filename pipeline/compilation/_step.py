@@ -90,6 +90,10 @@ class Compiled:
         """The parts that run as they are though they were to be compiled: name -> reason."""
         return dict(self._segments.eager)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, in another process too, makes its graphs anew."""
+        return type(self), (self.inner, self.backend, self.dynamic, self.limit, self.options)
+
     def __repr__(self) -> str:
         return f"compiled({self.inner!r})"
 

@@ -30,7 +30,7 @@ class NotYetError(Exception):
 
 def has_its_own_kernel(rule: UpdateRule, parameters: int) -> bool:
     """Whether the optimizer is better left as it is: compiled by itself, or fused and with many parameters."""
-    if not isinstance(rule, Optimizer):
+    if type(rule) is not Optimizer:
         return False
     ways = {"fused", "foreach", "differentiable", "capturable"} & rule.settings.keys()
     fused = rule.settings.get("fused") or (issubclass(rule.cls, (torch.optim.Adam, torch.optim.AdamW)) and not ways)
@@ -92,7 +92,7 @@ class Stepping:
             _counting_in_double(state.optimizer),
             rates=given,
             factor=frame.update_factor,
-            count=1 if isinstance(rule, Optimizer) else updates,
+            count=1 if type(rule) is Optimizer else updates,
         )
         tensors = after.tensors
         if {*tensors} - {f"group {group}/lr" for group in given} != {*state.optimizer.tensors}:
@@ -117,7 +117,7 @@ def _counting_in_double(state: OptimizerState) -> OptimizerState:
 
 def _as_traced(rule: UpdateRule, lifting: Lifting, updates: Any) -> UpdateRule:
     """The rule in the form that reads nothing on the host, with what is scheduled as numbers of the trace."""
-    if not isinstance(rule, Optimizer):
+    if type(rule) is not Optimizer:
         return rule
     taken = inspect.signature(rule.cls).parameters
     ways = {name: value for name, value in (("foreach", True), ("fused", False), ("capturable", True)) if name in taken}

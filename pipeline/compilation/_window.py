@@ -129,7 +129,8 @@ class Form:
 
     def give_back(self, sums: tuple[Tensor, ...]) -> None:
         """Memory of a window that has ended."""
-        torch._foreach_zero_(sums)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        if sums:
+            torch._foreach_zero_(sums)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         self._spare.append(sums)
 
 

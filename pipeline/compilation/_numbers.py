@@ -116,7 +116,8 @@ class Number:
     def operand(self, other: Any) -> tuple[str, Any] | None:
         """Another number as an expression and a value."""
         if isinstance(other, (int, float)):
-            return (f"({other!r})" if math.isfinite(other) else f"float('{other}')"), other
+            code = repr(other) if math.isfinite(other) else f"float('{other}')"
+            return (f"({code})" if code.startswith("-") else code), other  # a sign binds less than a power
         number = self.ledger.number(other)
         return None if number is None else (number.code, number.value)
 

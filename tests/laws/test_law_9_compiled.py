@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
+from lion_pytorch import Lion
 from torch import nn
 from torch.nn import functional as F
 
@@ -27,6 +29,7 @@ from pipeline import (
     supervised,
 )
 from pipeline._publication import settle
+from pipeline.compilation import EagerPartWarning
 from pipeline.events import Event
 from pipeline.testing import assert_records_equal
 from pipeline.transform import Transform
@@ -43,16 +46,40 @@ def events_of(step: Transform, state: TrainState, batches: Any, **more: Any) -> 
     return state, settle(events)
 
 
+RULES = {
+    "SGD": Optimizer(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "Adam": Optimizer(torch.optim.Adam, lr=0.01, fused=False),
+    "AdamW": Optimizer(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+    "RMSprop": Optimizer(torch.optim.RMSprop, lr=0.01),
+    "Adagrad": Optimizer(torch.optim.Adagrad, lr=0.05),
+    "Lion": Optimizer(Lion, lr=0.001),
+}
+
+
 def both(name: str, batches: Any, *, backend: str = "eager", **more: Any) -> tuple[Any, Any, Any]:
     """What the compiled step and the step itself make of the batches, from the same start, and the compiled step."""
     ends: list[Any] = []
     steps: list[Any] = []
     for wrap in (lambda step: compiled(step, backend=backend), lambda step: step):
         model = make_model(name)
-        steps.append(wrap(make_step(model, 2)))
+        steps.append(wrap(make_step(model, 2, more["rule"]) if "rule" in more else make_step(model, 2)))
         state = init(steps[-1], model, seed=3, loss_scale=more.get("loss_scale"))
         ends.append(events_of(steps[-1], state, batches, until=more.get("until"), donate=more.get("donate", True)))
     return ends[0], ends[1], steps[0]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_hundred_updates_are_the_same_by_every_elementwise_optimizer(rule: str) -> None:
+    """Lion's step looks at values on the host: it runs as it is, behind a compiled backward pass, and says so."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", EagerPartWarning)
+        (state, _), (expected, _), step = both(
+            "mlp", make_batches(10, size=8), until=MicroBatches(200), rule=RULES[rule]
+        )
+    assert expected.progress.updates == 100
+    assert_records_equal(state.params, expected.params, rtol=1e-5)
+    assert [*step.eager] == [str(warning.message).split()[0] for warning in said]
+    assert ("MaybeStep" in step.eager) == (rule == "Lion")
 
 
 @pytest.mark.parametrize("scale", [None, SCALE], ids=["unscaled", "scaled"])

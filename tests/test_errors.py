@@ -63,7 +63,8 @@ def test_every_error_is_of_the_tree_and_has_a_builtin_base() -> None:
         (lambda: Optimizer(nn.Linear, lr=0.1), "a subclass of torch.optim.Optimizer"),  # type: ignore[arg-type]
         (lambda: Loss.mean(torch.tensor(1.0), -1.0), "0 or more"),
         (lambda: Loss.sum(torch.tensor(1.0), float("nan")), "0 or more"),
-        (lambda: LossScale(scale=0.0), "floor"),
+        (lambda: LossScale(scale=0.0), "positive and finite"),
+        (lambda: LossScale(scale=0.5, floor=1.0), "floor"),
         (lambda: LossScale(growth=1.0), "above 1"),
         (lambda: Tensors({"w": 3.0}), "Tensors['w'] must be a torch.Tensor, got 3.0"),  # type: ignore[dict-item]
         (lambda: init(chain(), lambda x: x), "torch.nn.Module"),  # type: ignore[arg-type]

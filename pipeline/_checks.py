@@ -31,10 +31,10 @@ def positive(setting: str, value: object) -> None:
         raise SettingError(setting, "positive and finite", value)
 
 
-def share(setting: str, value: object, *, whole: bool = False) -> None:
-    """Raise SettingError unless `value` is a number above 0 and below 1, or, where it may be the `whole`, 1 itself."""
-    if not is_number(value) or not (0 < value < 1 or (whole and value == 1)):
-        raise SettingError(setting, f"above 0 and {'at most' if whole else 'below'} 1", value)
+def share(setting: str, value: object, *, up_to_one: bool = False) -> None:
+    """Raise SettingError unless `value` is a number above 0 and below 1, or, `up_to_one`, 1 itself."""
+    if not is_number(value) or not (0 < value < 1 or (up_to_one and value == 1)):
+        raise SettingError(setting, f"above 0 and {'at most' if up_to_one else 'below'} 1", value)
 
 
 def one_of(setting: str, value: object, *choices: str) -> None:

@@ -124,6 +124,6 @@ def layer_decay(layers: Sequence[str], lr: Rate, decay: float, **settings: Any) 
     Raises: SettingError unless 0 < decay <= 1.
     Source: Howard, Ruder 2018, arXiv:1801.06146, discriminative fine-tuning.
     """
-    share("layer_decay(decay)", decay, whole=True)
+    share("layer_decay(decay)", decay, up_to_one=True)
     last = len(layers) - 1
     return [Group(name, lr=_Scaled(lr, decay ** (last - i)), **settings) for i, name in enumerate(layers)]

@@ -194,15 +194,12 @@ class NoGraphError(FrameError):
         )
 
 
-@attrs.define(slots=False, eq=False, repr=False)
 class HiddenGraphError(FrameError):
     """The model recomputes activations in a way in which the parameters in between get no gradient."""
 
-    node: str
-
     def __str__(self) -> str:
         return (
-            f"The loss goes through a {self.node}, behind which no parameter would get a gradient: call "
+            "The loss goes through a reentrant checkpoint, behind which no parameter would get a gradient: call "
             "`torch.utils.checkpoint.checkpoint` with `use_reentrant=False`, or tell `Forward` what to recompute."
         )
 

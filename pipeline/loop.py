@@ -138,8 +138,7 @@ def fold(
         for name, count in Counter(evaluation.name for evaluation in evaluations).items():
             if count > 1:
                 raise DuplicateNameError("evaluation", name)
-        if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise SettingError("fold(state)", "a TrainState", state, "Make one with `init(step, model)`.")
+        _check_state(state)
         whole("fold(publish_every)", publish_every)
         store = store_for(store, audience.monitors)
         if store is not None:
@@ -194,10 +193,14 @@ def _asked_for(watched: Watched, evaluations: Sequence[Probe], clock: Clock) -> 
     return tuple(evaluation.run(watched.state, time=clock()) for evaluation in due)
 
 
-def _taken(step: Transform, state: TrainState, until: Limit | None, donate: bool) -> TrainState:
-    """The state as the loop's own, after a look at what it was given."""
+def _check_state(state: TrainState) -> None:
     if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise SettingError("fold(state)", "a TrainState", state, "Make one with `init(step, model)`.")
+
+
+def _taken(step: Transform, state: TrainState, until: Limit | None, donate: bool) -> TrainState:
+    """The state as the loop's own, after a look at what it was given."""
+    _check_state(state)
     if until is not None and not isinstance(until, Limit):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise SettingError("fold(until)", "a limit, such as Updates(100)", until)
     for model in models_in(chain(step)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import attrs
 import torch
@@ -183,7 +183,7 @@ class Graphs:
         nearest = min((working.failing(frame) for working in self.made), key=len)
         return "; ".join(nearest[:3])
 
-    def _give_up(self, frame: Frame) -> None:
+    def _give_up(self, frame: Frame) -> NoReturn:
         if not self._is_full:
             self._is_full = True
             self._listener.gave_up(self.parts, self._why(frame))
@@ -191,6 +191,7 @@ class Graphs:
 
 
 def reason_of(error: PartError) -> str:
+    """Why a part cannot be in a graph, in words."""
     cause = error.__cause__
     if isinstance(cause, (DataDependentOutputException, DynamicOutputShapeException)):
         return "it looks at the value of a tensor"

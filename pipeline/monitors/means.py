@@ -97,7 +97,7 @@ class ExponentialMean(Written):
     name: str = attrs.field(default=attrs.Factory(lambda mean: f"ExponentialMean {mean.measure}", takes_self=True))
 
     def __attrs_post_init__(self) -> None:
-        share("ExponentialMean.decay", self.decay, whole=True)
+        share("ExponentialMean.decay", self.decay, up_to_one=True)
 
     def init(self) -> fading.Sums:
         """(sum, sum of weights, count) of nothing."""

@@ -46,7 +46,7 @@ class GradNoiseScale(Written):
     name: str = "GradNoiseScale"
 
     def __attrs_post_init__(self) -> None:
-        share("GradNoiseScale.decay", self.decay, whole=True)
+        share("GradNoiseScale.decay", self.decay, up_to_one=True)
 
     def init(self) -> fading.Sums:
         """(sum of |G|², sum of tr(Σ), sum of weights, count) of nothing."""

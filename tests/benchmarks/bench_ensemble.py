@@ -13,71 +13,21 @@ import statistics
 import time
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
-from pipeline import (
-    Accumulate,
-    ClipByGlobalNorm,
-    EmitEvents,
-    Forward,
-    MaybeStep,
-    Optimizer,
-    ScaledBackward,
-    chain,
-    compiled,
-    ensemble,
-    fold,
-    init,
-    initialise,
-    monitors,
-    schedules,
-    supervised,
-)
+from pipeline import compiled, ensemble, fold, init, initialise, monitors, schedules
 from pipeline.ensembles import per_member
+from tests.benchmarks.recipes import MLP, WINDOW, Batches, Plain, step_of
 
-MEMBERS, WINDOW, UPDATES = 16, 4, 25
+MEMBERS, UPDATES = 16, 25
 RATES = [schedules.warmup_cosine(peak=1e-3 * (1 + i / 10), warmup=20, total=5_000) for i in range(MEMBERS)]
-
-Batches = list[tuple[Tensor, Tensor]]
-
-
-def make_model() -> nn.Module:
-    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
-
-
-class Plain:
-    """One of the hand-written loops."""
-
-    def __init__(self, member: int) -> None:
-        self.model = initialise(make_model(), seed=member)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
-        self.schedule = RATES[member]
-        self.losses: list[float] = []
-
-    def run(self, batches: Batches) -> None:
-        model, optimizer, losses = self.model, self.optimizer, self.losses
-        params = list(model.parameters())
-        total = torch.zeros(())
-        for i, (x, y) in enumerate(batches):
-            loss = F.cross_entropy(model(x), y) / WINDOW
-            loss.backward()
-            total = total + loss.detach()
-            if (i + 1) % WINDOW == 0:
-                nn.utils.clip_grad_norm_(params, 1.0)
-                for group in optimizer.param_groups:
-                    group["lr"] = self.schedule(len(losses))
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(total.item())
-                total = torch.zeros(())
 
 
 class OneAfterAnother:
     """All the hand-written loops."""
 
     def __init__(self) -> None:
-        self.loops = [Plain(member) for member in range(MEMBERS)]
+        self.loops = [Plain(initialise(MLP.model(), seed=member), RATES[member]) for member in range(MEMBERS)]
 
     def run(self, batches: Batches) -> None:
         for loop in self.loops:
@@ -91,15 +41,8 @@ class AtOnce:
     """The members in one fold, with a monitor for each of them."""
 
     def __init__(self, *, is_compiled: bool) -> None:
-        model = make_model()
-        step = chain(
-            Forward(model, supervised(F.cross_entropy)),
-            ScaledBackward(),
-            Accumulate(every=WINDOW),
-            ClipByGlobalNorm(1.0),
-            MaybeStep(Optimizer(torch.optim.AdamW, lr=1e-3, weight_decay=0.01)),
-            EmitEvents(),
-        )
+        model = MLP.model()
+        step = step_of(model, lr=1e-3)
         self.several = ensemble(step, seeds=range(MEMBERS), rates=RATES)
         self.step = compiled(self.several) if is_compiled else self.several
         self.state = init(self.step, model)

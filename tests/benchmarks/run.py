@@ -21,9 +21,9 @@ HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "benchmarks.md"
 HEAD = """# Benchmarks
 
-What `make bench` printed when this page was written, by the same command. Each is a ratio of things that ran in turn in
-one process, unless it says otherwise: the machine is in both, and its noise in the spread. A *bar* is what the project
-holds itself to.
+What `make bench` printed, each part when it was last run, written by the same command. Each is a ratio of things that
+ran in turn in one process, unless it says otherwise: the machine is in both, and its noise in the spread. A *bar* is
+what the project holds itself to.
 
 {machine}
 """
